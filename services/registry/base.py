@@ -1,0 +1,79 @@
+"""Values of the registry: who serves, with which load, holding which prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common.ids import BlockHash, Incarnation, WorkerId
+
+HINT_STRIDE_BLOCKS = 4  # hints are kept for every 4th value of the 16-token hash chain
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What does not change during one life of a worker (`wi`, JSON)."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str  # host:port of its gRPC server
+    role: str  # "prefill" | "decode"
+    model: str
+    kv_identity_fp: str
+    identity_fields: Mapping[str, str]
+    weights_digest: str
+    block_size: int
+    max_model_len: int
+    started_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What changes at every heartbeat (`w`, packed)."""
+
+    queued_uncached_tokens: int = 0
+    resident_tokens: int = 0
+    kv_free: int = 0  # blocks free or evictable
+    kv_total: int = 0
+    rate_tok_s: float = 0.0
+    tbt_a_us: float = 0.0
+    tbt_b_us: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker as the store has it."""
+
+    slot: int
+    slot_gen: int
+    state: str  # "live" | "draining"
+    lease_left_ms: int  # judged by the store's clock; <= 0 = expired
+    load: LoadReport
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class HintAnswer:
+    """Workers and, per slot, how many leading hint strides of the prompt each holds."""
+
+    records: tuple[WorkerRecord, ...]
+    depth: Mapping[int, int] = field(default_factory=dict)  # slot -> strides
+
+
+class RegistryReader(Protocol):
+    """The router's side (asyncio). Every call has a deadline and raises StoreUnavailable."""
+
+    async def snapshot(self) -> tuple[WorkerRecord, ...]:
+        """All workers whose entries exist, expired ones included."""
+        ...
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> HintAnswer:
+        """Workers and hint depths for a prompt's block hashes, in one round trip."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...

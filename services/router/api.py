@@ -1,0 +1,127 @@
+"""The logical request as the gateway hands it to the router, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.ids import RequestId
+from services.common.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A validated, tokenised request. Times are monotonic seconds."""
+
+    request_id: RequestId
+    model: str
+    token_ids: npt.NDArray[np.uint32]  # the prompt, at least one
+    sampling: SamplingParams  # seed, max_tokens and n always set
+    stop: tuple[str, ...]
+    deadline: float
+    received_at: float  # before parsing and tokenising
+    priority: int = 0
+    tenant: str = ""
+    force_mode: str | None = None  # "REMOTE" | "LOCAL" | "STAY"
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """Logprobs of one token with its text; `raw` keeps bytes that are not valid UTF-8 alone."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New output of one choice. `text` may be empty while UTF-8 or a stop string is pending."""
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """One choice is complete. finish_reason: "stop" | "length"."""
+
+    choice: int
+    finish_reason: str
+    stop: str | None = None  # the stop string that matched
+    num_tokens: int = 0  # generated, and billed
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Stage times in microseconds; names as in Timing of common.proto."""
+
+    router_us: int = 0
+    queue_prefill_us: int = 0
+    prefill_us: int = 0
+    handoff_us: int = 0
+    handoff_bytes: int = 0
+    queue_decode_us: int = 0
+    decode_us: int = 0
+    unattributed_us: int = 0
+    ttft_us: int = 0
+    e2e_us: int = 0
+    mode: str = ""
+    plane: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    migrations: int = 0
+    prefill_chunks: int = 0
+    handoff_blocks: int = 0
+    handoff_blocks_deduped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The request is over; always the last item of a stream that did not raise."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # all choices
+    timing: RequestTiming = field(default_factory=RequestTiming)
+
+
+RouterOutput = Chunk | ChoiceEnd | RequestEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the cluster serves; filled from the model directory the router was started with."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    weights_digest: str
+    eos_token_ids: tuple[int, ...]
+    max_pool_tokens: int  # largest request any live worker's pool could hold; 0 = no worker yet
+
+
+class RouterPort(Protocol):
+    """What the front doors need of the router."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+        ...
+
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Models of this cluster."""
+        ...
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether requests would be served now, and why not."""
+        ...
