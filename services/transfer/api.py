@@ -133,7 +133,7 @@ class Sink(Protocol):
         """Start the threads."""
         ...
 
-    def open(  # noqa: PLR0913 - one field of OPEN each
+    def open(
         self,
         key: str,
         ticket: bytes,
