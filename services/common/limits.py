@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from services.common.settings import Section, setting
 
 
-class Limits(BaseModel):
+class Limits(Section):
     """Upper bounds of a request; section `limits` of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_body_bytes: int = Field(4 << 20, gt=0, description="bytes of an HTTP body or gRPC message")
-    max_json_depth: int = Field(32, gt=0, le=512, description="nesting of a JSON body")
-    max_messages: int = Field(1024, gt=0, description="messages of a chat")
-    max_prompt_tokens: int = Field(
-        0, ge=0, description="tokens of a prompt; 0 = what the model's context and pools allow"
+    max_body_bytes: int = setting(
+        4 << 20, "size of an HTTP body or of a gRPC request", unit="bytes", gt=0
     )
-    max_output_tokens: int = Field(
-        0, ge=0, description="value of max_tokens; 0 = what the model's context leaves"
+    max_json_depth: int = setting(32, "nesting of a JSON body", unit="levels", gt=0, le=512)
+    max_messages: int = setting(1024, "messages of a chat", unit="messages", gt=0)
+    max_prompt_tokens: int = setting(
+        0, "length of a prompt; 0 = what the model's context and pools allow", unit="tokens", ge=0
     )
-    max_choices: int = Field(16, gt=0, le=128, description="value of n")
-    max_stop_strings: int = Field(16, gt=0, description="stop strings of a request")
-    max_stop_bytes: int = Field(256, gt=0, description="UTF-8 bytes of one stop string")
-    max_logprobs: int = Field(20, ge=0, description="alternatives per token in logprobs")
-    max_logit_bias: int = Field(1024, ge=0, description="entries of logit_bias")
-    max_stop_token_ids: int = Field(64, gt=0, description="entries of stop_token_ids")
-    max_id_bytes: int = Field(
-        128, gt=0, description="bytes of a request id, idempotency key or user name"
+    max_output_tokens: int = setting(
+        0, "value of max_tokens; 0 = what the model's context leaves", unit="tokens", ge=0
     )
-    inline_tokenize_bytes: int = Field(
-        64 << 10, ge=0, description="bytes of text tokenised on the event loop; more leaves it"
+    max_choices: int = setting(16, "value of n", unit="choices", gt=0, le=128)
+    max_stop_strings: int = setting(16, "stop strings of a request", unit="strings", gt=0)
+    max_stop_bytes: int = setting(256, "UTF-8 length of one stop string", unit="bytes", gt=0)
+    max_logprobs: int = setting(20, "alternatives per token in logprobs", unit="tokens", ge=0)
+    max_logit_bias: int = setting(1024, "entries of logit_bias", unit="entries", ge=0)
+    max_stop_token_ids: int = setting(64, "entries of stop_token_ids", unit="entries", gt=0)
+    max_id_bytes: int = setting(
+        128, "length of a request id, idempotency key or user name", unit="bytes", gt=0
     )
-    default_timeout_ms: int = Field(
-        600_000, gt=0, description="milliseconds a request without a deadline may take"
+    inline_tokenize_bytes: int = setting(
+        64 << 10, "text tokenised on the event loop; more leaves it", unit="bytes", ge=0
     )
-    max_timeout_ms: int = Field(
-        3_600_000, gt=0, description="milliseconds a request may ask for as its deadline"
+    default_timeout_ms: int = setting(
+        600_000, "time of a request that names no deadline", unit="ms", gt=0
+    )
+    max_timeout_ms: int = setting(
+        3_600_000, "longest deadline a request may ask for", unit="ms", gt=0
     )

@@ -1,0 +1,256 @@
+"""The one configuration: strict sections, file < environment < flags, and what may be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import SecretStr, model_validator
+
+from services.common.config_source import Source, merge_sources, read_environ, read_yaml, validate
+from services.common.limits import Limits
+from services.common.settings import Section, setting
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class ModelSettings(Section):
+    """Which model is served."""
+
+    name: str = setting(
+        "smollm2",
+        "a name of the model table, a model directory, or a .gguf file",
+        public=True,
+        min_length=1,
+    )
+    served_name: str = setting("", "name clients use; empty = the model's own", public=True)
+    cache_dir: str = setting(
+        "",
+        "where models are kept; empty = $ISTHMUS_CACHE or ~/.cache/isthmus",
+        public=True,
+    )
+    max_model_len: int = setting(
+        0, "longest prompt plus output; 0 = the model's context", unit="tokens", ge=0
+    )
+
+
+class StoreSettings(Section):
+    """The Redis-compatible store that holds the registry and the prefix hints."""
+
+    # The URL may carry a password, so it is a secret as a whole.
+    url: SecretStr = setting(
+        SecretStr("redis://127.0.0.1:6379/0"), "redis://, rediss:// or unix:// address"
+    )
+    call_timeout_ms: int = setting(
+        25, "longest wait for the store on the path of a request", unit="ms", gt=0, le=5_000
+    )
+    connect_timeout_ms: int = setting(
+        1_000, "longest wait for a connection", unit="ms", gt=0, le=60_000
+    )
+
+
+class RouterSettings(Section):
+    """The router process and its two front doors."""
+
+    router_id: str = setting("", "name of this replica; empty = drawn at start", public=True)
+    grpc_host: str = setting("127.0.0.1", "address the gRPC front door binds", public=True)
+    grpc_port: int = setting(50051, "port of the gRPC front door; 0 = any free", ge=0, le=65_535)
+    http_host: str = setting("127.0.0.1", "address the HTTP front door binds", public=True)
+    http_port: int = setting(8000, "port of the HTTP front door; 0 = any free", ge=0, le=65_535)
+    force_mode: Literal["", "REMOTE", "LOCAL", "STAY"] = setting(
+        "", "run every request in this mode; empty = choose by cost"
+    )
+    max_connection_age_s: int = setting(
+        3_600, "age at which a client connection is asked to reconnect", unit="s", gt=0
+    )
+    max_concurrent_streams: int = setting(
+        1_000, "gRPC streams of one client connection", unit="streams", gt=0
+    )
+    max_requests: int = setting(
+        4_096, "requests open at once; more are refused as overloaded", unit="requests", gt=0
+    )
+    drain_s: float = setting(10.0, "longest wait for running requests at shutdown", unit="s", ge=0)
+
+
+class WorkerSettings(Section):
+    """One prefill or decode worker."""
+
+    worker_id: str = setting("", "name of this worker; empty = drawn at start", public=True)
+    role: Literal["prefill", "decode"] = setting("decode", "pool the worker belongs to")
+    threads: int = setting(
+        0, "compute threads; 0 = one per core of this process", unit="threads", ge=0, le=1024
+    )
+    device: Literal["cpu", "cuda"] = setting("cpu", "where the model runs; cuda is untested")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "type of weights and KV; bfloat16 is not bit-stable"
+    )
+    num_blocks: int = setting(
+        0, "KV blocks of 16 tokens; 0 = from kv_memory_bytes", unit="blocks", ge=0
+    )
+    kv_memory_bytes: int = setting(
+        0, "size of the KV pool; 0 = a share of the free memory", unit="bytes", ge=0
+    )
+    max_num_seqs: int = setting(64, "sequences in one step", unit="sequences", gt=0, le=4096)
+    max_queued_requests: int = setting(
+        1_024, "requests waiting in the engine; more are refused", unit="requests", gt=0
+    )
+    max_step_tokens: int = setting(512, "tokens in one step", unit="tokens", ge=16, le=1 << 20)
+    chunk_target_ms: int = setting(
+        50, "aimed duration of a step that holds a prefill chunk", unit="ms", gt=0
+    )
+    bind_host: str = setting(
+        "127.0.0.1", "address the gRPC server and the KV plane bind", public=True
+    )
+    grpc_port: int = setting(0, "port of the gRPC server; 0 = any free", ge=0, le=65_535)
+    advertise_host: str = setting(
+        "", "host name others reach this worker by; empty = bind_host", public=True
+    )
+    runtime_dir: str = setting(
+        "", "directory for sockets, mode 0700; empty = made at start, removed at exit", public=True
+    )
+    drain_s: float = setting(10.0, "longest wait for running requests at shutdown", unit="s", ge=0)
+
+
+class TransferSettings(Section):
+    """How KV crosses between workers."""
+
+    planes: tuple[Literal["memfd", "zmq"], ...] = setting(
+        ("memfd", "zmq"), "planes this worker may use, best first", min_length=1
+    )
+    lease_ms: int = setting(
+        10_000, "time a running transfer lives without a renewal", unit="ms", ge=100
+    )
+    ticket_ttl_ms: int = setting(5_000, "time a ticket can be used to open", unit="ms", ge=100)
+    verify_digest: str = setting(
+        "always",
+        "`always`, or `sampled:N` to check one block in N",
+        public=True,
+        pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
+    )
+    max_open: int = setting(256, "transfers open at once per side", unit="transfers", gt=0)
+    curve_public_key_file: str = setting("", "CURVE public key of this worker, a file", public=True)
+    curve_secret_key_file: str = setting("", "CURVE secret key of this worker, a file", public=True)
+    allow_plaintext_kv: bool = setting(
+        False, "let KV cross other hosts' networks without encryption"
+    )
+
+
+class LeaseSettings(Section):
+    """How fast a dead or frozen worker is noticed."""
+
+    worker_lease_ms: int = setting(2_000, "life of a worker's lease", unit="ms", ge=100)
+    heartbeat_ms: int = setting(500, "time between renewals of the lease", unit="ms", ge=10)
+
+
+class AuthSettings(Section):
+    """Who may call the front doors."""
+
+    keys_file: str = setting(
+        "", "file of API keys (hashed), made by `isthmus key new`; empty = no keys", public=True
+    )
+    allow_unauthenticated: bool = setting(
+        False, "serve addresses other than loopback without API keys"
+    )
+    allow_plaintext: bool = setting(False, "serve addresses other than loopback without TLS")
+
+
+class TelemetrySettings(Section):
+    """Logs, traces and metrics."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least severe record that is written"
+    )
+    log_format: Literal["json", "console"] = setting(
+        "json", "one JSON object a line, or plain text"
+    )
+    otlp_endpoint: str = setting("", "OTLP/gRPC collector for traces; empty = none", public=True)
+    trace_file: str = setting("", "file spans are appended to as JSON lines", public=True)
+    trace_file_max_bytes: int = setting(
+        64 << 20, "size at which trace_file is rotated (one old file is kept)", unit="bytes", gt=0
+    )
+    sample_ratio: float = setting(1.0, "share of requests that are traced", ge=0, le=1)
+
+
+class IsthmusConfig(Section):
+    """All settings of a router or a worker; each process reads the sections it needs."""
+
+    model: ModelSettings = ModelSettings()
+    store: StoreSettings = StoreSettings()
+    router: RouterSettings = RouterSettings()
+    worker: WorkerSettings = WorkerSettings()
+    transfer: TransferSettings = TransferSettings()
+    lease: LeaseSettings = LeaseSettings()
+    limits: Limits = Limits()
+    auth: AuthSettings = AuthSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _check_front_doors(self) -> Self:
+        """A front door on the network is open or unencrypted only in so many words."""
+        exposed = [h for h in (self.router.grpc_host, self.router.http_host) if not is_loopback(h)]
+        if exposed and not (self.auth.keys_file or self.auth.allow_unauthenticated):
+            raise ValueError(
+                f"the router would serve {exposed[0]} without API keys: set auth.keys_file, "
+                "or auth.allow_unauthenticated: true"
+            )
+        if exposed and not self.auth.allow_plaintext:
+            raise ValueError(
+                f"the router would serve {exposed[0]} without TLS: put a TLS proxy in front and "
+                "set auth.allow_plaintext: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv_plane(self) -> Self:
+        transfer = self.transfer
+        has_keys = bool(transfer.curve_public_key_file and transfer.curve_secret_key_file)
+        if bool(transfer.curve_public_key_file) != bool(transfer.curve_secret_key_file):
+            raise ValueError("transfer.curve_public_key_file and curve_secret_key_file go together")
+        if not is_loopback(self.worker.bind_host):
+            if not (has_keys or transfer.allow_plaintext_kv):
+                raise ValueError(
+                    f"the worker would send KV from {self.worker.bind_host} unencrypted: set the "
+                    "transfer.curve_*_key_file pair, or transfer.allow_plaintext_kv: true"
+                )
+            if not self.auth.allow_plaintext:
+                raise ValueError(
+                    f"the worker would serve gRPC on {self.worker.bind_host} without TLS: "
+                    "set auth.allow_plaintext: true"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if self.lease.worker_lease_ms < 3 * self.lease.heartbeat_ms:
+            raise ValueError("lease.worker_lease_ms must be at least 3 x lease.heartbeat_ms")
+        if self.limits.default_timeout_ms > self.limits.max_timeout_ms:
+            raise ValueError("limits.default_timeout_ms is larger than limits.max_timeout_ms")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind is reachable from this machine only."""
+    return host in LOOPBACK_HOSTS or host.startswith("127.")
+
+
+def load_config(
+    path: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]
+) -> IsthmusConfig:
+    """Read the file, then the environment, then the flags; later ones win.
+
+    Args:
+        path: the YAML file, or None for none.
+        environ: variables named ISTHMUS_SECTION__FIELD are taken, others ignored.
+        overrides: dotted key -> value; None values are flags that were not given.
+
+    Raises:
+        ConfigError: names every wrong key, where it came from and how to mend it.
+    """
+    sources: list[Source] = []
+    if path is not None:
+        sources.append(read_yaml(path, IsthmusConfig))
+    sources.append(read_environ(environ, IsthmusConfig))
+    flags = {key: value for key, value in overrides.items() if value is not None}
+    sources.append(Source(flags, {key: f"flag for {key}" for key in flags}))
+    return validate(merge_sources(sources), IsthmusConfig)
