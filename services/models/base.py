@@ -51,7 +51,8 @@ class Model(Protocol):
 
         Args:
             batch: the step's tokens.
-            kv_pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, written in place.
+            kv_pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`,
+                written in place.
 
         Returns:
             Logits `[num_logits, vocab_size]` float32.
