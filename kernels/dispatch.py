@@ -1,0 +1,33 @@
+"""Which implementation of an op serves a tensor: our C library, Triton, or plain torch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import library
+
+if TYPE_CHECKING:
+    from kernels.cpu.launchers import CpuKernels
+
+
+def cpu_kernels(tensor: Tensor) -> CpuKernels | None:
+    """Return the C library's ops if `tensor` is on a CPU and the library can be used."""
+    return library.kernels() if tensor.device.type == "cpu" else None
+
+
+def triton_kernels(tensor: Tensor) -> ModuleType | None:
+    """Return the Triton launchers if `tensor` is on a CUDA device and Triton is installed."""
+    return None
+
+
+def describe(device: torch.device | str) -> str:
+    """Say in one line which path serves ops on `device`, and why if it is not the fast one."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        return "plain torch reference"
+    usable, reason = library.available()
+    return reason if usable else f"plain torch reference ({reason})"
