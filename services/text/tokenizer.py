@@ -1,0 +1,122 @@
+"""Tokenizer of a resolved model: text to ids, ids to text, and the exact bytes of every token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from services.common.errors import ModelFileError
+from services.common.model_manifest import ModelManifest, read_manifest
+from services.text.template import ChatTemplate, load_chat_template
+from services.text.token_bytes import TokenBytes
+
+TOKENIZER_NAME = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 128 << 20
+
+
+class TextModel:
+    """Everything text about one model; safe to use from several threads."""
+
+    def __init__(
+        self,
+        manifest: ModelManifest,
+        tokenizer: Tokenizer,
+        token_bytes: TokenBytes,
+        template: ChatTemplate | None,
+    ) -> None:
+        self.manifest = manifest
+        self.template = template
+        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
+
+    @staticmethod
+    def load(model_dir: Path) -> TextModel:
+        """Read a resolved model directory; raise ModelFileError that says what is wrong."""
+        manifest = read_manifest(model_dir)
+        raw = _read_tokenizer(model_dir, manifest)
+        try:
+            tokenizer = Tokenizer.from_buffer(raw)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ModelFileError(f"{TOKENIZER_NAME} of {manifest.name}: {error}") from None
+        # A file may carry the truncation and padding of its training run; serving wants neither.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        size = tokenizer.get_vocab_size(with_added_tokens=False)
+        if size > manifest.vocab_size:
+            raise ModelFileError(
+                f"{TOKENIZER_NAME} of {manifest.name} has {size} tokens, "
+                f"the model's embedding has {manifest.vocab_size} rows"
+            )
+        description: dict[str, Any] = json.loads(raw)
+        token_bytes = TokenBytes.from_description(description, tokenizer.id_to_token)
+        return TextModel(manifest, tokenizer, token_bytes, load_chat_template(model_dir))
+
+    def encode(self, text: str, add_special: bool) -> npt.NDArray[np.uint32]:
+        """Turn text into ids; `add_special` puts what the model wants around raw text."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
+        bos = self.manifest.bos_token_id
+        if add_special and bos is not None and (not ids or ids[0] != bos):
+            ids.insert(0, bos)
+        return np.asarray(ids, dtype=np.uint32)
+
+    def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
+        """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
+        table = self._token_bytes
+        ids = [int(token_id) for token_id in token_ids]
+        raw = b"".join(
+            table.bytes_of(token_id)
+            for token_id in ids
+            if not (skip_special and table.is_special(token_id))
+        )
+        return table.strip_start(raw).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Give the exact bytes a token stands for; ids without a token have none."""
+        return self._token_bytes.bytes_of(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Give the bytes a token adds to an answer: nothing for special tokens."""
+        if self._token_bytes.is_special(token_id):
+            return b""
+        return self._token_bytes.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Give a token's text alone; a token may hold half a character, hence U+FFFD."""
+        return self._token_bytes.bytes_of(token_id).decode("utf-8", errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, never shown to clients."""
+        return self._token_bytes.is_special(token_id)
+
+    def in_vocabulary(self, token_id: int) -> bool:
+        """Whether the model has an embedding for the id."""
+        return 0 <= token_id < self.manifest.vocab_size
+
+
+def _read_tokenizer(model_dir: Path, manifest: ModelManifest) -> bytes:
+    path = model_dir / TOKENIZER_NAME
+    try:
+        size = path.stat().st_size
+        if size > _MAX_TOKENIZER_BYTES:
+            raise ModelFileError(
+                f"{TOKENIZER_NAME} of {manifest.name} has {size} bytes, "
+                f"limit {_MAX_TOKENIZER_BYTES}"
+            )
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelFileError(f"{manifest.name} has no {TOKENIZER_NAME}") from None
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != manifest.tokenizer_digest:
+        raise ModelFileError(
+            f"{TOKENIZER_NAME} of {manifest.name} is not the one its manifest names "
+            f"(SHA-256 {digest[:16]}…, expected {manifest.tokenizer_digest[:16]}…)"
+        )
+    return raw
