@@ -1,0 +1,164 @@
+"""Between wire messages and the engine's values. Raises RequestError on a bad work item."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.common.errors import ERROR_TABLE, RequestError
+from services.common.ids import BlockHash
+from services.common.sampling import SamplingParams
+from services.engine.api import (
+    ChoiceDone,
+    EndReason,
+    EngineLoad,
+    Refused,
+    TokenArray,
+    TokenLogprobs,
+    TokensOut,
+)
+from services.pb import common_pb2, worker_pb2
+
+HASH_BYTES = 16
+MAX_N = 16
+MAX_STOP_IDS = 64
+MAX_LOGPROBS = 20
+
+_FINISH = {
+    EndReason.STOP: common_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    EndReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    EndReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def token_array(data: bytes, vocab_size: int) -> TokenArray:
+    """Decode little-endian uint32 token ids and check their range."""
+    if not data:
+        raise RequestError("empty_prompt", "the work item has no tokens", param="token_ids")
+    if len(data) % 4:
+        raise RequestError(
+            "invalid_argument", "token_ids is not a whole number of uint32", param="token_ids"
+        )
+    tokens = np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+    top = int(tokens.max())
+    if top >= vocab_size:
+        raise RequestError(
+            "token_out_of_range",
+            f"token id {top} is not below the vocabulary size {vocab_size}",
+            param="token_ids",
+        )
+    return tokens
+
+
+def split_hashes(data: bytes) -> tuple[BlockHash, ...]:
+    """Split packed block hashes."""
+    if len(data) % HASH_BYTES:
+        raise RequestError(
+            "invalid_argument", "block_hashes is not a multiple of 16 bytes", param="block_hashes"
+        )
+    return tuple(BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES))
+
+
+def sampling_params(work: worker_pb2.Work) -> SamplingParams:
+    """Read the sampling parameters of a work item; the router has checked their ranges."""
+    wire = work.sampling
+    n = work.n or 1
+    if n > MAX_N or len(wire.stop_token_ids) > MAX_STOP_IDS or wire.top_logprobs > MAX_LOGPROBS:
+        raise RequestError("invalid_argument", "n, stop_token_ids or top_logprobs above the limit")
+    if work.max_tokens < 1:
+        raise RequestError("invalid_argument", "max_tokens must be at least 1", param="max_tokens")
+    return SamplingParams(
+        temperature=wire.temperature if wire.HasField("temperature") else 1.0,
+        top_p=wire.top_p if wire.HasField("top_p") else 1.0,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=(
+            wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0
+        ),
+        seed=wire.seed,
+        stop_token_ids=tuple(wire.stop_token_ids),
+        logprobs=wire.logprobs,
+        top_logprobs=wire.top_logprobs,
+        ignore_eos=wire.ignore_eos,
+        min_tokens=wire.min_tokens,
+        max_tokens=work.max_tokens,
+        n=n,
+    )
+
+
+def wire_error(code: str, message: str) -> common_pb2.Error:
+    """Build an Error message from a code of the table."""
+    return common_pb2.Error(code=code, message=message, retryable=ERROR_TABLE[code].retryable)
+
+
+def wire_logprob(entry: TokenLogprobs) -> common_pb2.Logprob:
+    """Build a Logprob message."""
+    return common_pb2.Logprob(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=[common_pb2.TokenLogprob(token_id=t, logprob=p) for t, p in entry.top],
+    )
+
+
+def wire_tokens(event: TokensOut, request: int, attempt: int) -> worker_pb2.Tokens:
+    """Build a Tokens message."""
+    return worker_pb2.Tokens(
+        request=request,
+        attempt=attempt,
+        choice=event.choice,
+        first_index=event.first_index,
+        token_ids=np.asarray(event.token_ids, dtype="<u4").tobytes(),
+        logprobs=[wire_logprob(entry) for entry in event.logprobs],
+    )
+
+
+def wire_refusal(event: Refused, request: int, attempt: int) -> worker_pb2.Refusal:
+    """Build a Refusal message."""
+    return worker_pb2.Refusal(
+        request=request, attempt=attempt, error=wire_error(event.code, event.message)
+    )
+
+
+def wire_done(
+    event: ChoiceDone, request: int, attempt: int, timing: common_pb2.Timing
+) -> worker_pb2.Done:
+    """Build a Done message; the stage times are added to what `timing` already says."""
+    timing.queue_decode_us += event.times.queue_us if timing.decode_worker else 0
+    timing.queue_prefill_us += 0 if timing.decode_worker else event.times.queue_us
+    timing.prefill_us += event.times.prefill_us
+    timing.handoff_us += event.times.handoff_us
+    timing.decode_us += event.times.decode_us
+    timing.prefill_chunks += event.times.prefill_chunks
+    done = worker_pb2.Done(
+        request=request,
+        attempt=attempt,
+        choice=event.choice,
+        reason=_FINISH[event.reason],
+        all_choices=event.all_choices,
+        handed_off=event.handed_off,
+        cached_tokens=event.cached_tokens,
+        computed_tokens=event.computed_tokens,
+        timing=timing,
+    )
+    if event.error_code is not None:
+        done.error.CopyFrom(wire_error(event.error_code, event.error_message))
+    return done
+
+
+def wire_load(load: EngineLoad, role: common_pb2.RoleWeights, state: int) -> worker_pb2.Load:
+    """Build a Load message."""
+    return worker_pb2.Load(
+        queued_uncached_tokens=load.queued_uncached_tokens,
+        resident_tokens=load.resident_tokens,
+        kv_free=load.blocks_free + load.blocks_cached,
+        kv_total=load.blocks_total,
+        rate_tok_s=load.rate_tok_s,
+        tbt_a_us=load.tbt_a_us,
+        tbt_b_us=load.tbt_b_us,
+        role=role,
+        state=state,  # type: ignore[arg-type]  # an int of the enum
+        running=load.running,
+        waiting=load.waiting,
+    )

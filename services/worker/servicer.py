@@ -1,0 +1,228 @@
+"""The Worker gRPC service: Link streams, status, drain, role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.clock import Clock
+from services.pb import worker_pb2, worker_pb2_grpc
+from services.telemetry.logs import get_logger
+from services.worker.session import Outgoing, RouterSession
+from services.worker.shell import WorkerShell
+
+PROTO_MIN, PROTO_MAX = 1, 1
+ATTACH_TIMEOUT_S = 5.0
+LOAD_INTERVAL_S = 0.1  # piggy-backed at most this often
+HEARTBEAT_S = 0.5  # and sent at least this often
+MAX_DRAIN_S = 600.0
+
+log = get_logger(__name__)
+
+# What grpc.aio calls a servicer context; its stubs are generic over both message types.
+LinkContext = grpc.aio.ServicerContext[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticStatus:
+    """What Status reports and the shell does not know."""
+
+    device: str
+    kernel_path: str
+    verify_digest: str
+    slot: Callable[[], int]
+
+
+class _Outbox:
+    """Outputs waiting for one Link's writer; bounded by the sessions' unacknowledged tokens."""
+
+    def __init__(self) -> None:
+        self.items: list[Outgoing] = []
+        self.pong_ns = 0
+        self.wake = asyncio.Event()
+
+    def send(self, items: Sequence[Outgoing]) -> None:
+        self.items.extend(items)
+        self.wake.set()
+
+    def pong(self, ping_ns: int) -> None:
+        self.pong_ns = ping_ns
+        self.wake.set()
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Thin: frames in, frames out; decisions live in the shell and the session."""
+
+    def __init__(self, shell: WorkerShell, status: StaticStatus, clock: Clock) -> None:
+        self._shell = shell
+        self._status = status
+        self._clock = clock
+        self._drained = asyncio.Event()
+
+    async def Link(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
+    ) -> None:
+        """Serve one router until the stream breaks."""
+        attach = await self._first_frame(request_iterator, context)
+        outbox = _Outbox()
+        send = outbox.send
+        session, lost = self._shell.attach(attach, send)
+        reader = asyncio.create_task(self._read(request_iterator, session, outbox))
+        writer = asyncio.create_task(self._write(context, outbox, lost))
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is not None and not isinstance(error, grpc.RpcError):
+                    log.error("worker.link_failed", error=type(error).__name__, message=str(error))
+        finally:
+            self._shell.detach(session, send)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _first_frame(
+        self, frames: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
+    ) -> worker_pb2.Attach:
+        try:
+            first = await asyncio.wait_for(anext(aiter(frames)), ATTACH_TIMEOUT_S)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no Attach frame")
+        attach = first.attach
+        if not first.HasField("attach") or attach.router_incarnation == 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first frame must be Attach")
+        if attach.proto_min > PROTO_MAX or attach.proto_max < PROTO_MIN:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"protocol {attach.proto_min}..{attach.proto_max} of the router and "
+                f"{PROTO_MIN}..{PROTO_MAX} of this worker do not overlap",
+            )
+        return attach
+
+    async def _read(
+        self,
+        frames: AsyncIterator[worker_pb2.RouterFrame],
+        session: RouterSession,
+        outbox: _Outbox,
+    ) -> None:
+        async for frame in frames:
+            self._shell.handle(session, frame)
+            if frame.ping_ns:
+                outbox.pong(frame.ping_ns)
+
+    async def _write(self, context: LinkContext, outbox: _Outbox, lost: Sequence[int]) -> None:
+        """Send what is in the outbox, everything that came meanwhile in one frame."""
+        seq = 1
+        await context.write(
+            worker_pb2.WorkerFrame(
+                seq=seq,
+                welcome=self._shell.welcome(PROTO_MAX, lost),
+                load=self._shell.load_message(),
+            )
+        )
+        load_sent = self._clock.now()
+        while True:
+            # The heartbeat must go out without traffic, hence the time-out.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
+            outbox.wake.clear()
+            items, outbox.items = outbox.items, []
+            seq += 1
+            frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.pong_ns)
+            outbox.pong_ns = 0
+            self._shell.encode(items, frame)
+            now = self._clock.now()
+            if now - load_sent >= LOAD_INTERVAL_S:
+                frame.load.CopyFrom(self._shell.load_message())
+                load_sent = now
+            await context.write(frame)
+
+    async def Status(  # noqa: N802
+        self,
+        request: worker_pb2.StatusRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.StatusRequest, worker_pb2.StatusResponse],
+    ) -> worker_pb2.StatusResponse:
+        """Report exact counters; leak tests read them here."""
+        shell, load = self._shell, self._shell.engine.load()
+        gens = shell.slot_gens()
+        return worker_pb2.StatusResponse(
+            worker_id=shell.identity.worker_id,
+            incarnation=shell.identity.incarnation,
+            slot=self._status.slot(),
+            slot_gen=gens[0] if gens else 0,
+            role=shell.role.weights,
+            state=shell.role.state,  # type: ignore[arg-type]  # an int of the enum
+            model=shell.identity.manifest.name,
+            kv_identity_fp=shell.identity.kv_identity_fp,
+            load=shell.load_message(),
+            blocks_total=load.blocks_total,
+            blocks_in_use=load.blocks_in_use,
+            blocks_cached=load.blocks_cached,
+            blocks_free=load.blocks_free,
+            transfers_open=shell.source.num_open() + shell.sink.num_open(),
+            requests_open=load.requests_open,
+            planes=shell.sink.planes(),
+            device=self._status.device,
+            kernel_path=self._status.kernel_path,
+            steps=load.steps,
+            preemptions=load.preemptions,
+            verify_digest=self._status.verify_digest,
+            pid=os.getpid(),
+        )
+
+    async def Drain(  # noqa: N802
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        """Refuse new work and wait, within the deadline, until what is open has ended."""
+        await self.drain(min(request.deadline_ms / 1000, MAX_DRAIN_S))
+        return worker_pb2.DrainResponse(requests_open=self._shell.engine.load().requests_open)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Begin the drain and wait for open work items and lent blocks."""
+        self._shell.begin_drain()
+        end = self._clock.now() + timeout_s
+        while self._clock.now() < end:
+            load = self._shell.engine.load()
+            if load.requests_open == 0 and self._shell.num_open() == 0:
+                return
+            await asyncio.sleep(0.05)
+
+    async def SetRole(  # noqa: N802
+        self,
+        request: worker_pb2.SetRoleRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse],
+    ) -> worker_pb2.SetRoleResponse:
+        """Change the shares of the step budget; nothing restarts."""
+        role = request.role
+        in_range = 0 <= role.prefill <= 1 and 0 <= role.decode <= 1
+        if not in_range or role.prefill + role.decode <= 0:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "role weights must be in [0, 1] and not both 0"
+            )
+        self._shell.set_role(role.prefill, role.decode)
+        return worker_pb2.SetRoleResponse(role=self._shell.role.weights)
+
+    async def Migrate(  # noqa: N802
+        self,
+        request: worker_pb2.MigrateRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.MigrateRequest, worker_pb2.MigrateResponse],
+    ) -> worker_pb2.MigrateResponse:
+        """Refuse: decode-to-decode migration is not built yet."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "decode-to-decode migration is not built yet"
+        )
+
+    async def Reload(  # noqa: N802
+        self,
+        request: worker_pb2.ReloadRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ReloadRequest, worker_pb2.ReloadResponse],
+    ) -> worker_pb2.ReloadResponse:
+        """Refuse: weights are loaded at start only."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "hot reload of weights is not built yet")
