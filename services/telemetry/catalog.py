@@ -1,0 +1,202 @@
+"""The one catalogue of every metric and span; docs/metrics.md is generated from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number that only grows."""
+
+    name: str
+    unit: str
+    description: str
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A number read when somebody asks."""
+
+    name: str
+    unit: str
+    description: str
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A distribution with fixed bounds."""
+
+    name: str
+    unit: str
+    description: str
+    buckets: tuple[float, ...]
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one request's time."""
+
+    name: str
+    description: str
+    attributes: tuple[str, ...] = ()
+
+
+Metric = Counter | Gauge | Histogram
+
+_FAST_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 8192.0)
+
+# What the router measures of requests
+REQUESTS = Counter(
+    "isthmus_requests_total",
+    "requests",
+    "Requests that ended, by mode (REMOTE, LOCAL, STAY, none) and outcome (ok, or the error code).",
+    ("mode", "outcome"),
+)
+REQUESTS_OPEN = Gauge("isthmus_requests_open", "requests", "Requests accepted and not yet ended.")
+PROMPT_TOKENS = Counter("isthmus_prompt_tokens_total", "tokens", "Prompt tokens of ended requests.")
+CACHED_TOKENS = Counter(
+    "isthmus_cached_tokens_total", "tokens", "Prompt tokens taken from a prefix cache."
+)
+COMPLETION_TOKENS = Counter(
+    "isthmus_completion_tokens_total", "tokens", "Tokens generated and billed."
+)
+TTFT = Histogram(
+    "isthmus_ttft_seconds", "s", "Request received to first frame written.", _REQUEST_S, ("mode",)
+)
+ITL = Histogram(
+    "isthmus_itl_seconds", "s", "Gap between two frames over the tokens of the later.", _TOKEN_S
+)
+TPOT = Histogram(
+    "isthmus_tpot_seconds", "s", "Mean time per token after the first frame.", _TOKEN_S, ("mode",)
+)
+E2E = Histogram(
+    "isthmus_e2e_seconds", "s", "Request received to last frame written.", _REQUEST_S, ("mode",)
+)
+STAGE = Histogram(
+    "isthmus_stage_seconds",
+    "s",
+    "Time of one stage of a request; the stages of a request add up to its e2e time.",
+    _REQUEST_S,
+    ("stage",),
+)
+HANDOFFS = Counter(
+    "isthmus_handoffs_total", "handoffs", "Handoffs that ended, seen by the router.",
+    ("plane", "outcome"),
+)  # fmt: skip
+HANDOFF_BYTES = Counter("isthmus_handoff_bytes_total", "bytes", "KV that crossed.", ("plane",))
+RETRIES = Counter(
+    "isthmus_retries_total", "work items", "Work items sent again, by the error that caused it.",
+    ("code",),
+)  # fmt: skip
+
+# What the router decides, and its peers
+ROUTE_DECISIONS = Counter(
+    "isthmus_route_decisions_total", "decisions", "Modes chosen, with the deciding reason.",
+    ("mode", "reason"),
+)  # fmt: skip
+ROUTE_TIME = Histogram(
+    "isthmus_route_seconds", "s", "Tokenised request to chosen worker, store lookup included.",
+    _FAST_S,
+)  # fmt: skip
+WORKERS = Gauge(
+    "isthmus_workers", "workers", "Workers as this router sees them.", ("role", "state")
+)
+STORE_CALLS = Counter(
+    "isthmus_store_calls_total", "calls", "Calls to the store.", ("op", "outcome")
+)
+STORE_CALL_TIME = Histogram("isthmus_store_call_seconds", "s", "One call to the store.", _FAST_S)
+DEGRADED = Gauge("isthmus_degraded", "0 or 1", "1 while the router decides without the store.")
+LINK_CUTS = Counter(
+    "isthmus_link_cuts_total", "links", "Links to workers that broke or were cut.", ("reason",)
+)
+
+# The front doors
+HTTP_REQUESTS = Counter(
+    "isthmus_http_requests_total", "requests", "HTTP requests by route and status.",
+    ("route", "status"),
+)  # fmt: skip
+GRPC_REQUESTS = Counter(
+    "isthmus_grpc_requests_total", "calls", "gRPC calls by method and status.", ("method", "status")
+)
+AUTH_FAILURES = Counter(
+    "isthmus_auth_failures_total", "requests", "Requests refused for want of a valid key."
+)
+
+# The worker's engine
+STEPS = Counter("isthmus_steps_total", "steps", "Engine steps.")
+STEP_TIME = Histogram("isthmus_step_seconds", "s", "Duration of one engine step.", _TOKEN_S)
+STEP_TOKENS = Histogram("isthmus_step_tokens", "tokens", "Tokens computed in one step.", _TOKENS)
+PREEMPTIONS = Counter(
+    "isthmus_preemptions_total", "sequences", "Sequences put back for want of KV blocks."
+)
+KV_BLOCKS = Gauge(
+    "isthmus_kv_blocks", "blocks", "KV blocks by state (in_use, cached, free).", ("state",)
+)
+WORK_ITEMS = Counter(
+    "isthmus_work_items_total", "work items", "Work items that ended, by kind and outcome.",
+    ("kind", "outcome"),
+)  # fmt: skip
+WORK_OPEN = Gauge("isthmus_work_open", "work items", "Work items by state.", ("state",))
+
+# The worker's transfers and lease
+TRANSFERS = Counter(
+    "isthmus_transfers_total", "transfers", "Transfers that ended.", ("side", "plane", "outcome")
+)
+TRANSFERS_OPEN = Gauge(
+    "isthmus_transfers_open", "transfers", "Transfers not yet closed.", ("side",)
+)
+TRANSFER_BYTES = Counter(
+    "isthmus_transfer_bytes_total", "bytes", "KV moved, without what the peer had.", ("plane",)
+)
+TRANSFER_TIME = Histogram(
+    "isthmus_transfer_seconds", "s", "First block announced to last block verified.", _REQUEST_S,
+    ("plane",),
+)  # fmt: skip
+KV_INTEGRITY_ERRORS = Counter(
+    "isthmus_kv_integrity_errors_total", "blocks", "Blocks received with a wrong digest."
+)
+LEASE_RENEWALS = Counter(
+    "isthmus_lease_renewals_total", "calls", "Renewals of the worker's lease.", ("outcome",)
+)
+
+# Every process
+BUILD_INFO = Gauge("isthmus_build_info", "1", "Version of this process.", ("version",))
+SPANS_DROPPED = Gauge(
+    "isthmus_spans_dropped", "spans", "Spans that found the export queue full, since the start."
+)
+
+# Spans of one request, in order. Each starts where the one before ends.
+SPAN_REQUEST = Span(
+    "isthmus.request",
+    "The whole request in the router; its children telescope.",
+    ("mode", "reason", "plane", "prefill_worker", "decode_worker", "outcome", "unattributed_us"),
+)
+SPAN_ROUTE = Span("isthmus.route", "Tokenise, hash, look up, decide.", ("reason", "prompt_tokens"))
+SPAN_QUEUE_PREFILL = Span("isthmus.prefill.queue", "Waiting for the first prefill step.")
+SPAN_PREFILL = Span(
+    "isthmus.prefill", "First step to first token.", ("chunks", "cached_tokens", "computed_tokens")
+)
+SPAN_PREFILL_CHUNK = Span("isthmus.prefill.chunk", "One chunk of the prompt.", ("tokens",))
+SPAN_HANDOFF = Span(
+    "isthmus.handoff", "Ticket to the last block verified.", ("plane", "blocks", "bytes", "deduped")
+)
+SPAN_QUEUE_DECODE = Span("isthmus.decode.queue", "KV complete to the first decode step.")
+SPAN_DECODE = Span("isthmus.decode", "First decode step to the last token.", ("tokens",))
+SPAN_UNATTRIBUTED = Span("isthmus.unattributed", "What no other stage of the request accounts for.")
+
+
+def all_metrics() -> tuple[Metric, ...]:
+    """Every metric, in the order of this file."""
+    return tuple(v for v in globals().values() if isinstance(v, (Counter, Gauge, Histogram)))
+
+
+def all_spans() -> tuple[Span, ...]:
+    """Every span, in the order of this file."""
+    return tuple(v for v in globals().values() if isinstance(v, Span))
