@@ -42,17 +42,31 @@ class _Outbox:
     """Outputs waiting for one Link's writer; bounded by the sessions' unacknowledged tokens."""
 
     def __init__(self) -> None:
-        self.items: list[Outgoing] = []
-        self.pong_ns = 0
+        self._items: list[Outgoing] = []
+        self._pong_ns = 0
+        self.is_closed = False
         self.wake = asyncio.Event()
 
     def send(self, items: Sequence[Outgoing]) -> None:
-        self.items.extend(items)
+        self._items.extend(items)
         self.wake.set()
 
     def pong(self, ping_ns: int) -> None:
-        self.pong_ns = ping_ns
+        self._pong_ns = ping_ns
         self.wake.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.wake.set()
+
+    def take(self) -> list[Outgoing]:
+        self.wake.clear()
+        items, self._items = self._items, []
+        return items
+
+    def take_pong(self) -> int:
+        pong_ns, self._pong_ns = self._pong_ns, 0
+        return pong_ns
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -64,27 +78,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._clock = clock
         self._drained = asyncio.Event()
 
+    # grpc names the methods, here and below.
     async def Link(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
-    ) -> None:
+    ) -> AsyncIterator[worker_pb2.WorkerFrame]:
         """Serve one router until the stream breaks."""
         attach = await self._first_frame(request_iterator, context)
         outbox = _Outbox()
-        send = outbox.send
-        session, lost = self._shell.attach(attach, send)
+        session, lost = self._shell.attach(attach, outbox.send)
         reader = asyncio.create_task(self._read(request_iterator, session, outbox))
-        writer = asyncio.create_task(self._write(context, outbox, lost))
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if error is not None and not isinstance(error, grpc.RpcError):
-                    log.error("worker.link_failed", error=type(error).__name__, message=str(error))
+            async for frame in self._frames(outbox, lost):
+                yield frame
         finally:
-            self._shell.detach(session, send)
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            self._shell.detach(session, outbox.send)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _first_frame(
         self, frames: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
@@ -110,37 +119,42 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         session: RouterSession,
         outbox: _Outbox,
     ) -> None:
-        async for frame in frames:
-            self._shell.handle(session, frame)
-            if frame.ping_ns:
-                outbox.pong(frame.ping_ns)
+        try:
+            async for frame in frames:
+                self._shell.handle(session, frame)
+                if frame.ping_ns:
+                    outbox.pong(frame.ping_ns)
+        except Exception as error:
+            # A fault of ours in one frame must not leave the router on a half-dead Link.
+            log.error("worker.link_failed", error=type(error).__name__, message=str(error))
+        finally:
+            outbox.close()
 
-    async def _write(self, context: LinkContext, outbox: _Outbox, lost: Sequence[int]) -> None:
-        """Send what is in the outbox, everything that came meanwhile in one frame."""
+    async def _frames(
+        self, outbox: _Outbox, lost: Sequence[int]
+    ) -> AsyncIterator[worker_pb2.WorkerFrame]:
+        """Yield Welcome, then what is in the outbox: all that came meanwhile in one frame."""
         seq = 1
-        await context.write(
-            worker_pb2.WorkerFrame(
-                seq=seq,
-                welcome=self._shell.welcome(PROTO_MAX, lost),
-                load=self._shell.load_message(),
-            )
-        )
         load_sent = self._clock.now()
+        yield worker_pb2.WorkerFrame(
+            seq=seq,
+            welcome=self._shell.welcome(PROTO_MAX, lost),
+            load=self._shell.load_message(),
+        )
         while True:
             # The heartbeat must go out without traffic, hence the time-out.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
-            outbox.wake.clear()
-            items, outbox.items = outbox.items, []
+            if outbox.is_closed:
+                return
             seq += 1
-            frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.pong_ns)
-            outbox.pong_ns = 0
-            self._shell.encode(items, frame)
+            frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.take_pong())
+            self._shell.encode(outbox.take(), frame)
             now = self._clock.now()
             if now - load_sent >= LOAD_INTERVAL_S:
                 frame.load.CopyFrom(self._shell.load_message())
                 load_sent = now
-            await context.write(frame)
+            yield frame
 
     async def Status(  # noqa: N802
         self,

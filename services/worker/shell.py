@@ -34,6 +34,7 @@ from services.engine.api import (
     ReceiveWanted,
     Refused,
     RequestKey,
+    TokenArray,
     TokenLogprobs,
     TokensOut,
     WorkKind,
@@ -241,7 +242,7 @@ class WorkerShell:
         if fenced is not None:
             self.engine.cancel(fenced, "a higher attempt took over")
         self._works[key] = item
-        self._tracer.begin(item.key, item.traceparent, item.request_id, item.kind.value)
+        self._tracer.begin(item.key, item.traceparent, item.kind)
         self.engine.submit(request)
 
     def _send_refusal(
@@ -305,9 +306,7 @@ class WorkerShell:
         if session.is_fenced(work.request, work.attempt):
             raise RequestError("fenced", "an equal or higher attempt was already taken")
 
-    def _verified_hashes(
-        self, work: worker_pb2.Work, tokens: convert.TokenArray
-    ) -> tuple[BlockHash, ...]:
+    def _verified_hashes(self, work: worker_pb2.Work, tokens: TokenArray) -> tuple[BlockHash, ...]:
         """Hash the prompt here: what the router sent is checked, never trusted."""
         scope = HashScope(self.identity.manifest.weights_digest, work.adapter_digest, work.tenant)
         hashes = chain_hashes(scope, tokens)
@@ -442,7 +441,6 @@ class WorkerShell:
             if not work.session.record(item, now):
                 self.engine.cancel(event.key, "the router lags too far behind")
             batches.setdefault(work.session.router_incarnation, []).append(item)
-            self._tracer.output(event)
             if isinstance(event, Refused) or (isinstance(event, ChoiceDone) and event.all_choices):
                 self._ended(event)
         for incarnation, items in batches.items():
@@ -451,6 +449,7 @@ class WorkerShell:
                 send(items)
 
     def _ended(self, item: ChoiceDone | Refused) -> None:
+        self._tracer.ended(item)
         work = self._works.pop(item.key, None)
         if work is None:
             return

@@ -1,0 +1,178 @@
+"""Kills, freezes and stops: nothing else suffers, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from services.pb import inference_pb2_grpc
+from tests.support.cluster import Cluster
+from tests.support.generate import collect, generate, request
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LONG = 400  # tokens: long enough to be cut in the middle
+
+
+@pytest.fixture
+def cluster(toy_dir: Path) -> Iterator[Cluster]:
+    with Cluster(toy_dir, prefill=1, decode=2) as running:
+        yield running
+
+
+class Stream(threading.Thread):
+    """One long request on a thread of its own, with the time its error came."""
+
+    def __init__(self, address: str, tokens: list[int]) -> None:
+        super().__init__(daemon=True)
+        self.address = address
+        self.tokens = tokens
+        self.first = threading.Event()
+        self.error: grpc.RpcError | None = None
+        self.ended_at = 0.0
+        self.decode_worker = ""
+        self.start()
+
+    def run(self) -> None:
+        body = request(self.tokens, max_tokens=LONG, ignore_eos=True)  # type: ignore[arg-type]
+        with grpc.insecure_channel(self.address) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(body, timeout=60)
+            try:
+                answer = collect(self._noting_first(call))
+                assert answer.timing is not None
+                self.decode_worker = answer.timing.decode_worker
+            except grpc.RpcError as error:
+                self.error = error
+            self.ended_at = time.monotonic()
+
+    def _noting_first(self, call: object) -> Iterator[object]:
+        for index, frame in enumerate(call):  # type: ignore[arg-type,var-annotated]
+            if index == 3:
+                self.first.set()
+            yield frame
+
+
+def wait_for(condition: object, timeout_s: float, what: str) -> None:
+    """Poll until true; fail with what was waited for."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():  # type: ignore[operator]
+            return
+        time.sleep(0.05)
+    pytest.fail(f"not within {timeout_s} s: {what}")
+
+
+def test_killed_decode_worker_cuts_only_its_own_streams(cluster: Cluster) -> None:
+    """The cut streams end with a code within 1 s, the others finish, the worker comes back."""
+    streams = [Stream(cluster.grpc, [5 + i, 6, 7]) for i in range(8)]
+    for stream in streams:
+        assert stream.first.wait(30)
+    victim = max(
+        (w for w in cluster.worker_statuses() if w.role.decode > w.role.prefill),
+        key=lambda w: w.requests_open,
+    )
+    assert victim.requests_open > 0
+
+    killed_at = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+    for stream in streams:
+        stream.join(60)
+        assert not stream.is_alive()
+
+    cut = [s for s in streams if s.error is not None]
+    assert 0 < len(cut) < len(streams)
+    for stream in cut:
+        assert stream.error is not None
+        assert stream.error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert "worker_lost" in stream.error.details()  # type: ignore[attr-defined]
+        assert stream.ended_at - killed_at < 1.0
+
+    def is_back() -> bool:
+        workers = {w.worker_id: w for w in cluster.cluster_status().workers}
+        back = workers.get(victim.worker_id)
+        return back is not None and back.state == "live" and back.incarnation != victim.incarnation
+
+    wait_for(is_back, 20, "the killed worker is live again")
+    for index in range(8):
+        generate(cluster.grpc, request([9, index + 3], max_tokens=4))
+    wait_for(
+        lambda: any(
+            w.worker_id == victim.worker_id and w.steps > 0 for w in cluster.worker_statuses()
+        ),
+        10,
+        "the restarted worker is used",
+    )
+    cluster.assert_no_blocks_in_use()
+
+
+def test_frozen_worker_is_out_of_rotation_within_three_seconds(cluster: Cluster) -> None:
+    victim = next(w for w in cluster.worker_statuses() if w.role.decode > w.role.prefill)
+    process = psutil.Process(victim.pid)
+    process.suspend()
+    try:
+
+        def is_out() -> bool:
+            view = {w.worker_id: w for w in cluster.cluster_status().workers}
+            return victim.worker_id not in view or view[victim.worker_id].state != "live"
+
+        wait_for(is_out, 3.5, "the frozen worker is not live any more")
+        for index in range(6):
+            answer = generate(cluster.grpc, request([4, index + 3], max_tokens=4), timeout_s=10)
+            assert answer.timing is not None
+            assert answer.timing.decode_worker != victim.worker_id
+    finally:
+        process.resume()
+
+
+def test_cancelled_stream_frees_its_blocks_on_both_sides(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for _ in range(10):
+            call = stub.Generate(
+                request([3, 4, 5] * 20, max_tokens=LONG, ignore_eos=True),  # type: ignore[arg-type]
+                timeout=30,
+            )
+            next(iter(call))
+            call.cancel()
+    cluster.assert_no_blocks_in_use()
+
+
+def test_deadline_ends_the_request_everywhere(cluster: Cluster) -> None:
+    """RB-091: the server enforces the deadline itself."""
+    body = request([3, 4, 5], max_tokens=2000, ignore_eos=True)  # type: ignore[arg-type]
+    body.timeout_ms = 300
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(cluster.grpc, body, timeout_s=30)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    cluster.assert_no_blocks_in_use()
+
+
+def test_stop_leaves_no_process_and_no_file(toy_dir: Path) -> None:
+    with Cluster(toy_dir, prefill=1, decode=1) as running:
+        generate(running.grpc, request([3, 4, 5], max_tokens=4))
+        pids = running.pids()
+        runtime_dir = running.runtime_dir()
+        assert len(pids) >= 4
+        assert runtime_dir.exists()
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    assert not runtime_dir.exists()
+    assert running.returncode == 0
+
+
+def test_store_death_fails_no_request(cluster: Cluster) -> None:
+    """RB-097: the store is killed, requests go on, and hints come back after its restart."""
+    for index in range(4):
+        generate(cluster.grpc, request([5, index + 3], max_tokens=2))
+    os.kill(cluster.pid_of("store"), signal.SIGKILL)
+    for index in range(20):
+        generate(cluster.grpc, request([6, index + 3], max_tokens=2), timeout_s=10)
+        time.sleep(0.1)
+    wait_for(lambda: not cluster.cluster_status().degraded, 15, "the store is used again")

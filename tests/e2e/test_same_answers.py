@@ -1,0 +1,139 @@
+"""Two pools give the tokens of one worker: every prompt shape, every mode, hit or miss (RB-026)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.text.tokenizer import TextModel
+from tests.support.cluster import Cluster
+from tests.support.generate import Answer, generate, request
+from tests.support.prompts import Prompt, fixed_prompts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2_greedy.json"
+MAX_TOKENS = 16
+MODES = ("REMOTE", "LOCAL", "STAY")
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_dir: Path) -> list[Prompt]:
+    text = TextModel.load(smollm2_dir)
+    return fixed_prompts(lambda s: text.encode(s, add_special=False).tolist())
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_dir: Path) -> Iterator[Cluster]:
+    with Cluster(smollm2_dir, prefill=1, decode=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def single(smollm2_dir: Path) -> Iterator[Cluster]:
+    with Cluster(smollm2_dir, prefill=0, decode=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(single: Cluster, prompts: list[Prompt]) -> dict[str, list[int]]:
+    """What one worker process answers, each prompt on its own."""
+    return {
+        p.name: generate(single.grpc, request(p.token_ids, max_tokens=MAX_TOKENS)).token_ids[0]
+        for p in prompts
+    }
+
+
+def test_single_worker_gives_the_golden_ids(
+    expected: dict[str, list[int]], smollm2_dir: Path
+) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    manifest = json.loads((smollm2_dir / "isthmus.json").read_text())
+    assert golden["weights_digest"] == manifest["weights_digest"]
+    assert expected == golden["answers"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_single_workers_tokens(
+    pair: Cluster, prompts: list[Prompt], expected: dict[str, list[int]], mode: str
+) -> None:
+    for round_name in ("miss or hit", "hit"):
+        for prompt in prompts:
+            body = request(prompt.token_ids, max_tokens=MAX_TOKENS)
+            answer = generate(pair.grpc, body, mode=mode)
+            assert answer.token_ids[0] == expected[prompt.name], (prompt.name, round_name)
+            assert answer.mode == mode
+    pair.assert_no_blocks_in_use()
+
+
+def test_repeated_prompt_reports_its_cached_tokens(pair: Cluster, prompts: list[Prompt]) -> None:
+    """RB-082: cached tokens are those of the worker that did the prefill."""
+    prompt = next(p for p in prompts if p.name == "len_160")
+    body = request(prompt.token_ids, max_tokens=2)
+    generate(pair.grpc, body, mode="REMOTE")
+    usage = generate(pair.grpc, body, mode="REMOTE").usage
+    assert usage is not None
+    assert usage.prompt_tokens == 160
+    # The last token is always computed, so the last block is not taken from the cache.
+    assert usage.cached_tokens == 144
+
+
+def _sampled(cluster: Cluster, prompt: Prompt, mode: str, **kw: float) -> Answer:
+    body = request(prompt.token_ids, max_tokens=12, temperature=0.8, top_p=0.95, **kw)
+    return generate(cluster.grpc, body, mode=mode)
+
+
+def test_seeded_sampling_is_the_same_in_every_mode(
+    pair: Cluster, single: Cluster, prompts: list[Prompt]
+) -> None:
+    for prompt in prompts[:4]:
+        alone = _sampled(single, prompt, "", seed=11)
+        for mode in MODES:
+            assert _sampled(pair, prompt, mode, seed=11).token_ids == alone.token_ids
+        assert _sampled(pair, prompt, "REMOTE", seed=12).token_ids != alone.token_ids
+
+
+def test_several_choices_cross_in_one_handoff(
+    pair: Cluster, single: Cluster, prompts: list[Prompt]
+) -> None:
+    """RB-036: n > 1 gives each choice of the single worker; the prompt is counted once."""
+    prompt = next(p for p in prompts if p.name == "len_33")
+    alone = _sampled(single, prompt, "", seed=7, n=3)
+    both = _sampled(pair, prompt, "REMOTE", seed=7, n=3)
+    assert both.token_ids == alone.token_ids
+    assert len({tuple(ids) for ids in both.token_ids.values()}) > 1
+    assert both.usage is not None
+    assert both.usage.prompt_tokens == 33
+    pair.assert_no_blocks_in_use()
+
+
+def test_one_token_is_not_handed_off(pair: Cluster, prompts: list[Prompt]) -> None:
+    """RB-071: max_tokens 1 is served by prefill alone and leaves nothing pinned."""
+    answer = generate(pair.grpc, request(prompts[0].token_ids, max_tokens=1), mode="REMOTE")
+    assert len(answer.token_ids[0]) == 1
+    assert answer.timing is not None
+    assert answer.timing.handoff_bytes == 0
+    pair.assert_no_blocks_in_use()
+
+
+def test_stages_sum_to_the_whole(pair: Cluster, prompts: list[Prompt]) -> None:
+    prompt = next(p for p in prompts if p.name == "many_chunks")
+    timing = generate(pair.grpc, request(prompt.token_ids, max_tokens=8), mode="REMOTE").timing
+    assert timing is not None
+    stages = (
+        timing.router_us
+        + timing.queue_prefill_us
+        + timing.prefill_us
+        + timing.handoff_us
+        + timing.queue_decode_us
+        + timing.decode_us
+        + timing.unattributed_us
+    )
+    assert stages == timing.e2e_us
+    assert 0 < timing.ttft_us <= timing.e2e_us
+    assert timing.prefill_chunks > 1
+    assert timing.prefill_worker
+    assert timing.decode_worker
