@@ -186,6 +186,8 @@ class WelcomePeer(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     PLANE_FIELD_NUMBER: _builtins.int
     NONCE_OFFSET_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     proto: _builtins.int
     detail: _builtins.bytes
     """serialised PeerDetail of the prefill side"""
@@ -193,6 +195,10 @@ class WelcomePeer(_message.Message):
     """chosen by the prefill side, best first"""
     nonce_offset: _builtins.int
     """where in the control page the nonce stands"""
+    nonce: _builtins.bytes
+    """what stands there; reading it back proves the same memory"""
+    num_blocks: _builtins.int
+    """size of the prefill side's pool"""
     def __init__(
         self,
         *,
@@ -200,10 +206,12 @@ class WelcomePeer(_message.Message):
         detail: _builtins.bytes = ...,
         plane: _common_pb2.Plane.ValueType = ...,
         nonce_offset: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "nonce_offset", b"nonce_offset", "plane", b"plane", "proto", b"proto"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "nonce", b"nonce", "nonce_offset", b"nonce_offset", "num_blocks", b"num_blocks", "plane", b"plane", "proto", b"proto"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,93 @@
+"""Limits and times of the transfer layer; every wait, window and table size stands here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.errors import ConfigError
+
+KIB = 1024
+MIB = 1024 * KIB
+
+PLANES_BEST_FIRST = ("memfd", "zmq")
+MAX_DATA_MESSAGE_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Settings of one worker's transfer ends; seconds, bytes and counts, checked when made."""
+
+    planes: tuple[str, ...] = PLANES_BEST_FIRST  # allowed planes; the order is always best first
+    ticket_ttl_s: float = 5.0  # an offer without OPEN is taken back after this
+    lease_s: float = 10.0  # an opened transfer without a sign of life is taken back after this
+    tombstone_s: float = 60.0  # how long a closed transfer answers duplicates
+    connect_timeout_s: float = 2.0  # connection, HELLO and plane set-up
+    open_timeout_s: float = 2.0  # OPEN to OPENED, retries included
+    max_wait_s: float = 120.0  # decode without memory: how long it may keep the ticket open
+    max_transfer_s: float = 600.0  # from open to the end, whatever happens
+    progress_timeout_s: float = 2.0  # credited data that does not come is asked for again
+    min_rate_bytes_s: float = 1.0 * MIB  # slower links than this count as broken
+    ping_interval_s: float = 1.0
+    ping_misses: int = 3
+    window_bytes: int = 8 * MIB  # credit of one peer's transfers together
+    receive_budget_bytes: int = 64 * MIB  # credit of all peers together
+    data_message_bytes: int = 2 * MIB
+    max_data_in_flight: int = 3  # DATA messages of one peer inside ZMQ; bounds an abort's wait
+    max_nacks: int = 2  # resends of one block
+    verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
+    max_transfers: int = 1024
+    max_peers: int = 256
+    max_bad_frames: int = 16  # then the peer's frames are dropped unread for a minute
+    curve_key_file: str | None = None  # key pair shared by the workers of one cluster
+    allow_plaintext_kv: bool = False  # plaintext beyond loopback
+
+    def __post_init__(self) -> None:
+        unknown = [p for p in self.planes if p not in PLANES_BEST_FIRST]
+        if unknown or not self.planes:
+            raise ConfigError(f"transfer.planes: choose from {list(PLANES_BEST_FIRST)}")
+        if not 64 * KIB <= self.data_message_bytes <= MAX_DATA_MESSAGE_BYTES:
+            raise ConfigError("transfer.data_message_bytes: must be 64 KiB to 4 MiB")
+        positive = (
+            "ticket_ttl_s lease_s tombstone_s connect_timeout_s open_timeout_s max_wait_s "
+            "max_transfer_s progress_timeout_s min_rate_bytes_s ping_interval_s ping_misses "
+            "window_bytes receive_budget_bytes max_data_in_flight max_transfers max_peers"
+        )
+        for name in positive.split():
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"transfer.{name}: must be more than zero")
+        _ = self.digest_sampling  # raises on a wrong text
+
+    @property
+    def digest_sampling(self) -> int:
+        """Verify every Nth block pulled over memfd; 1 is every block."""
+        if self.verify_digest == "always":
+            return 1
+        kind, _, every = self.verify_digest.partition(":")
+        if kind != "sampled" or not every.isdigit() or int(every) < 1:
+            raise ConfigError('transfer.verify_digest: "always" or "sampled:N" with N >= 1')
+        return int(every)
+
+    @property
+    def renew_interval_s(self) -> float:
+        """Leases are renewed at a third of their length."""
+        return self.lease_s / 3
+
+    @property
+    def peer_timeout_s(self) -> float:
+        """Silence after which a peer counts as lost; one message may be on a slow link."""
+        return self.ping_interval_s * self.ping_misses + self.slack_s
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """No progress on credited data for this long: ask again."""
+        return self.progress_timeout_s + self.slack_s
+
+    @property
+    def slack_s(self) -> float:
+        """Time one DATA message may take on the slowest link we accept."""
+        return self.data_message_bytes / self.min_rate_bytes_s
+
+
+def ordered_planes(config: TransferConfig) -> tuple[str, ...]:
+    """Return the allowed planes, best first."""
+    return tuple(p for p in PLANES_BEST_FIRST if p in config.planes)

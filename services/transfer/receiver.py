@@ -1,0 +1,582 @@
+"""Decode side of one transfer, pure: events and `now` go in, actions come out.
+
+    CONNECTING --connected--> OPENING --OPENED--> WAITING_BLOCKS --reserve--> PULLING
+    PULLING --every block verified and FINAL--> DONE (blocks delivered, waits for CLOSED)
+        any --reject, refused too often, peer lost, deadline, cancel--> ABORTING --> RELEASED
+
+Exactly one of Deliver and Fail comes out. After it no slot is handed out for writing any more;
+the thread that drives this object is the one that writes, so nothing is written after it either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import numpy as np
+
+from services.common.ids import BlockId
+from services.transfer.values import FinalArgs, ReadyArgs, RejectCode, U64Array
+
+
+class ReceiverState(Enum):
+    """Where a transfer stands at the decode side."""
+
+    CONNECTING = "connecting"
+    OPENING = "opening"
+    WAITING_BLOCKS = "waiting_blocks"
+    PULLING = "pulling"
+    DONE = "done"
+    ABORTING = "aborting"
+    RELEASED = "released"
+
+
+_LIVE = (
+    ReceiverState.CONNECTING,
+    ReceiverState.OPENING,
+    ReceiverState.WAITING_BLOCKS,
+    ReceiverState.PULLING,
+)
+_OPENED = (ReceiverState.WAITING_BLOCKS, ReceiverState.PULLING)
+
+
+class Slot(IntEnum):
+    """What is known of one block; the tail is the slot after the last full block."""
+
+    UNKNOWN = 0
+    ANNOUNCED = 1
+    VERIFIED = 2
+    HAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverPolicy:
+    """Times and sizes a receiver obeys."""
+
+    block_bytes: int
+    block_size: int
+    connect_timeout_s: float
+    open_timeout_s: float
+    max_wait_s: float
+    max_transfer_s: float
+    stall_timeout_s: float
+    max_nacks: int
+    open_retry_s: float = 0.5
+    close_retry_s: float = 0.25
+    close_tries: int = 4
+    max_reconnects: int = 1
+
+
+# ---- actions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Ask for a (new) connection; answered by on_connected or on_connect_failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendOpen:
+    """Send OPEN with the blocks that need not come."""
+
+    have: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCredit:
+    """Send CREDIT, a cumulative total."""
+
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendNack:
+    """Ask for blocks again."""
+
+    indexes: tuple[int, ...]
+    tail: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """Tell the peer that it may release."""
+
+    digest_of_digests: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Tell the peer that the transfer is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAborted:
+    """Answer the ABORT of the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkReady:
+    """There may be something for `take_pulls` or `credit_wanted` now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Every block is written and verified."""
+
+    final: FinalArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The receive is over without KV; nothing is written after this."""
+
+    code: str
+    message: str
+    can_recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the transfer from the tables."""
+
+
+ReceiverAction = (
+    Connect
+    | SendOpen
+    | SendCredit
+    | SendNack
+    | SendDone
+    | SendAbort
+    | SendAborted
+    | WorkReady
+    | Deliver
+    | Fail
+    | Forget
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One block to copy out of the peer's pool (memfd)."""
+
+    index: int
+    source_block: int
+    gen: int
+    dest: BlockId
+
+
+class ReceiverTransfer:
+    """One receive. All methods are events; none of them waits or reads a clock."""
+
+    def __init__(
+        self, num_tokens: int, have: Sequence[bool], policy: ReceiverPolicy, now: float
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_blocks = num_tokens // policy.block_size
+        self.tail_valid = num_tokens % policy.block_size
+        if len(have) != self.num_blocks:
+            raise ValueError("have-bitmap does not fit the prompt")
+        self.state = ReceiverState.CONNECTING
+        self.plane = ""
+        self.final: FinalArgs | None = None
+        self.num_nacks = 0
+        self.blocks_moved = 0
+        self.blocks_deduped = sum(have)
+        self.opened_at: float | None = None
+        self.open_sent_at: float | None = None
+        self.first_ready_at: float | None = None
+        self.finished_at: float | None = None
+        self._policy = policy
+        self._have = tuple(have)
+        slots = [Slot.HAD if had else Slot.UNKNOWN for had in have]
+        slots.append(Slot.UNKNOWN if self.tail_valid else Slot.HAD)
+        self._slots = slots
+        self._num_missing = sum(slot is Slot.UNKNOWN for slot in slots)
+        self._dest: list[BlockId | None] | None = None
+        self._gens = [0] * (self.num_blocks + 1)
+        self._sources = [0] * (self.num_blocks + 1)
+        self._digests: list[U64Array | None] = [None] * (self.num_blocks + 1)
+        self._nacks = [0] * (self.num_blocks + 1)
+        self._pull_queue: list[int] = []
+        self._pending = 0  # announced, not verified
+        self._granted = 0  # cumulative credit of this connection
+        self._accounted = 0  # of it: arrived, or given up as lost
+        self._num_stalls = 0
+        self._num_reconnects = 0
+        self._peer_gone = False
+        self._phase_deadline = now + policy.connect_timeout_s
+        self._retry_at = now
+        self._transfer_deadline = now + policy.max_transfer_s
+        self._progress_at = now
+        self._tries = 0
+        self._ended = False
+
+    # ---- from the shell -----------------------------------------------------------------------
+
+    def start(self) -> list[ReceiverAction]:
+        """Ask for the connection."""
+        return [Connect()]
+
+    def on_connected(self, plane: str, now: float) -> list[ReceiverAction]:
+        """Send OPEN over the plane that was agreed."""
+        if self.state is not ReceiverState.CONNECTING:
+            return []
+        self.plane = plane
+        self.state = ReceiverState.OPENING
+        self._granted = self._accounted = 0
+        self._phase_deadline = now + self._policy.open_timeout_s
+        if self.open_sent_at is None:
+            self.open_sent_at = now
+        return [self._open(now)]
+
+    def on_connect_failed(self, code: str, message: str) -> list[ReceiverAction]:
+        """Give up: there is no connection to abort over."""
+        if self.state is not ReceiverState.CONNECTING:
+            return []
+        self._peer_gone = True
+        return self._fail(code, message, True)
+
+    def reserve(
+        self, block_ids: Sequence[BlockId | None], tail_block: BlockId | None, now: float
+    ) -> list[ReceiverAction]:
+        """Take the blocks to write."""
+        if self.state not in _LIVE or self._dest is not None:
+            return []
+        dest = [*block_ids, tail_block]
+        wrong = len(dest) != self.num_blocks + 1 or any(
+            block is None and slot is not Slot.HAD
+            for block, slot in zip(dest, self._slots, strict=False)
+        )
+        if wrong:
+            return self._fail("internal", "reserved blocks do not fit the prompt", True)
+        self._dest = dest
+        if self.state is ReceiverState.WAITING_BLOCKS:
+            return self._begin_pulling(now)
+        return []
+
+    def cancel(self, reason: str, now: float) -> list[ReceiverAction]:
+        """Stop at the worker's own wish."""
+        return self._fail("cancelled", reason, False) if self.state in _LIVE else []
+
+    # ---- from the peer ------------------------------------------------------------------------
+
+    def on_opened(self, now: float) -> list[ReceiverAction]:
+        """Note that the lease is ours."""
+        if self.state is not ReceiverState.OPENING:
+            return []
+        if self.opened_at is None:
+            self.opened_at = now
+        if self._dest is not None:
+            return self._begin_pulling(now)
+        self.state = ReceiverState.WAITING_BLOCKS
+        self._phase_deadline = now + self._policy.max_wait_s
+        return []
+
+    def on_ready(self, ready: ReadyArgs, now: float) -> list[ReceiverAction]:
+        """Note sealed blocks; announcements may come twice."""
+        if self.state not in _OPENED:
+            return []
+        if ready.lo < 0 or ready.hi > self.num_blocks:
+            return self._fail("handoff_failed", "READY names blocks the prompt has not", True)
+        if self.first_ready_at is None:
+            self.first_ready_at = now
+        self._progress_at = now
+        for offset in range(len(ready.gens)):
+            index = ready.lo + offset
+            if self._slots[index] in (Slot.VERIFIED, Slot.HAD):
+                continue
+            self._gens[index] = int(ready.gens[offset])
+            self._sources[index] = int(ready.source_blocks[offset])
+            self._digests[index] = ready.digests[offset]
+            self._announce(index)
+        return [WorkReady(), *self._try_finish(now)]
+
+    def on_final(self, final: FinalArgs, now: float) -> list[ReceiverAction]:
+        """Take the end of the prefill if it is about this prompt."""
+        if self.state not in _OPENED or self.final is not None:
+            return []
+        expected = (self.num_tokens, self.num_blocks, self.tail_valid)
+        if (final.num_tokens, final.num_blocks, final.tail_valid_tokens) != expected:
+            return self._fail("handoff_failed", "FINAL does not fit the prompt", True)
+        self.final = final
+        self._progress_at = now
+        if self.first_ready_at is None:
+            self.first_ready_at = now
+        if self.tail_valid:
+            tail = self.num_blocks
+            self._gens[tail] = final.tail_gen
+            self._sources[tail] = final.tail_source_block
+            self._digests[tail] = np.array([final.tail_digest], np.uint64)
+            self._announce(tail)
+        return [WorkReady(), *self._try_finish(now)]
+
+    def on_reject(
+        self, code: RejectCode, retry_after_s: float, detail: str
+    ) -> list[ReceiverAction]:
+        """Fail with the peer's reason; nothing is open there for us."""
+        if self.state not in _LIVE:
+            return []
+        self._peer_gone = True  # the peer holds nothing of ours: no ABORT needed
+        name = "fenced" if code is RejectCode.FENCED else "handoff_failed"
+        if code is RejectCode.LAYOUT:
+            name = "incompatible"
+        return self._fail(name, f"prefill refused the ticket ({code.name}): {detail}", True)
+
+    def on_abort(self, reason: str) -> list[ReceiverAction]:
+        """Stop at the peer's wish; always answered."""
+        answer: list[ReceiverAction] = [SendAborted()]
+        if self.state not in _LIVE:
+            return answer
+        self._peer_gone = True
+        return answer + self._fail("handoff_failed", f"prefill aborted: {reason}", True)
+
+    def on_closed(self) -> list[ReceiverAction]:
+        """Take the answer to DONE or ABORT."""
+        if self.state not in (ReceiverState.DONE, ReceiverState.ABORTING):
+            return []
+        return self._forget()
+
+    def on_renewed(self, is_known: bool, now: float) -> list[ReceiverAction]:
+        """Fail if the peer no longer has the transfer."""
+        if is_known or self.state not in _OPENED:
+            return []
+        if self._can_finish_alone():
+            return []
+        self._peer_gone = True
+        return self._fail("handoff_failed", "the prefill worker took the offer back", True)
+
+    def on_peer_lost(self, is_dead: bool, now: float) -> list[ReceiverAction]:
+        """Reconnect once, or fail; a mapping outlives its owner, so a known end is finished."""
+        if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
+            return self._forget()
+        if self.state not in _LIVE:
+            return []
+        if self._can_finish_alone():
+            self._peer_gone = True
+            return [WorkReady()]
+        if is_dead or self._num_reconnects >= self._policy.max_reconnects:
+            self._peer_gone = True
+            return self._fail("handoff_failed", "the prefill worker is gone", True)
+        self._num_reconnects += 1
+        self.state = ReceiverState.CONNECTING
+        self._phase_deadline = now + self._policy.connect_timeout_s
+        return [Connect()]
+
+    def on_gap(self, now: float) -> list[ReceiverAction]:
+        """A message of the peer was lost: have the announcements repeated."""
+        return [self._open(now)] if self.state in _OPENED else []
+
+    # ---- blocks -------------------------------------------------------------------------------
+
+    def dest_of(self, index: int) -> BlockId | None:
+        """Return where block `index` is to be written, or None if it is not wanted now."""
+        if self.state is not ReceiverState.PULLING or self._dest is None:
+            return None
+        if not 0 <= index <= self.num_blocks or self._slots[index] is not Slot.ANNOUNCED:
+            return None
+        return self._dest[index]
+
+    def digests_of(self, index: int) -> U64Array:
+        """Return the announced digests of a block; one of them for the tail."""
+        digests = self._digests[index]
+        assert digests is not None, "only announced blocks are verified"
+        return digests
+
+    def take_pulls(self, limit: int) -> list[Pull]:
+        """Return up to `limit` blocks to copy now (memfd)."""
+        pulls: list[Pull] = []
+        if self.plane != "memfd" or self.state is not ReceiverState.PULLING:
+            return pulls
+        while self._pull_queue and len(pulls) < limit:
+            index = self._pull_queue.pop()
+            dest = self.dest_of(index)
+            if dest is not None:
+                pulls.append(Pull(index, self._sources[index], self._gens[index], dest))
+        return pulls
+
+    def has_pulls(self) -> bool:
+        """Tell whether `take_pulls` would return something."""
+        is_pulling = self.plane == "memfd" and self.state is ReceiverState.PULLING
+        return is_pulling and bool(self._pull_queue)
+
+    def on_block(
+        self, index: int, is_good: bool, now: float, why: str = ""
+    ) -> list[ReceiverAction]:
+        """Take the verdict on a block that was written."""
+        if self.dest_of(index) is None:
+            return []
+        self._progress_at = now
+        if is_good:
+            self._slots[index] = Slot.VERIFIED
+            self._pending -= 1
+            self._num_missing -= 1
+            self._num_stalls = 0
+            self.blocks_moved += 1
+            return self._try_finish(now)
+        return self._nack([index], why)
+
+    def account(self, num_blocks: int) -> None:
+        """Note DATA frames that arrived, wanted or not: their credit is used up."""
+        self._accounted += num_blocks * self._policy.block_bytes
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Credit granted and not yet used."""
+        return max(0, self._granted - self._accounted)
+
+    def credit_wanted(self) -> int:
+        """Bytes of announced blocks no credit covers yet."""
+        if self.plane != "zmq" or self.state is not ReceiverState.PULLING:
+            return 0
+        return max(0, self._pending * self._policy.block_bytes - self.outstanding_bytes)
+
+    def grant(self, size_bytes: int, now: float) -> list[ReceiverAction]:
+        """Raise the credit by what the shell's windows allow."""
+        self._granted = max(self._granted, self._accounted) + size_bytes
+        self._progress_at = now
+        return [SendCredit(self._granted)]
+
+    # ---- time ---------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """When `on_time` wants to be called next."""
+        if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
+            return self._retry_at
+        if self.state is ReceiverState.PULLING:
+            stall_at = self._progress_at + self._policy.stall_timeout_s
+            return min(self._transfer_deadline, stall_at)
+        times = [self._transfer_deadline, self._phase_deadline]
+        if self.state is ReceiverState.OPENING:
+            times.append(self._retry_at)
+        return min(times)
+
+    def on_time(self, now: float) -> list[ReceiverAction]:
+        """Do what is due."""
+        if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
+            return self._repeat_close(now)
+        if self.state not in _LIVE:
+            return []
+        if now >= self._transfer_deadline:
+            return self._fail("handoff_failed", "the handoff took longer than its limit", True)
+        if self.state is ReceiverState.PULLING:
+            return self._on_stall_check(now)
+        if now >= self._phase_deadline:
+            waits_for = {
+                ReceiverState.CONNECTING: "no connection to the prefill worker",
+                ReceiverState.OPENING: "the prefill worker did not answer OPEN",
+                ReceiverState.WAITING_BLOCKS: "no memory for the blocks within the limit",
+            }[self.state]
+            return self._fail("handoff_failed", waits_for, True)
+        if self.state is ReceiverState.OPENING and now >= self._retry_at:
+            return [self._open(now)]
+        return []
+
+    def _on_stall_check(self, now: float) -> list[ReceiverAction]:
+        if now - self._progress_at < self._policy.stall_timeout_s:
+            return []
+        self._progress_at = now
+        if self.plane == "zmq" and self.outstanding_bytes > 0:
+            self._num_stalls += 1
+            if self._num_stalls > self._policy.max_nacks:
+                return self._fail("handoff_failed", "no progress on the KV link", True)
+            lost = [i for i, slot in enumerate(self._slots) if slot is Slot.ANNOUNCED]
+            self._accounted = self._granted
+            return [*self._nack(lost, "no progress"), self._open(now)]
+        if self._pending == 0:
+            # Waiting for prefill to compute, or for a READY that was lost: OPEN has it repeated.
+            return [self._open(now)]
+        return [WorkReady()]
+
+    def _repeat_close(self, now: float) -> list[ReceiverAction]:
+        if now < self._retry_at:
+            return []
+        if self._tries >= self._policy.close_tries:
+            return self._forget()  # the peer's lease ends it there
+        self._tries += 1
+        self._retry_at = now + self._policy.close_retry_s
+        if self.state is ReceiverState.DONE:
+            return [self._done()]
+        return [SendAbort("repeated")]
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _open(self, now: float) -> SendOpen:
+        self._retry_at = now + self._policy.open_retry_s
+        got = tuple(slot in (Slot.VERIFIED, Slot.HAD) for slot in self._slots[: self.num_blocks])
+        return SendOpen(got)
+
+    def _announce(self, index: int) -> None:
+        if self._slots[index] is Slot.UNKNOWN:
+            self._slots[index] = Slot.ANNOUNCED
+            self._pending += 1
+        if index not in self._pull_queue:
+            self._pull_queue.append(index)
+
+    def _nack(self, indexes: list[int], why: str) -> list[ReceiverAction]:
+        self.num_nacks += 1
+        for index in indexes:
+            self._nacks[index] += 1
+            if self._nacks[index] > self._policy.max_nacks:
+                return self._fail("handoff_failed", f"block {index} was wrong too often", True)
+        if self._peer_gone:
+            return self._fail("handoff_failed", "a block is wrong and its owner is gone", True)
+        if self.plane == "memfd" and self.num_blocks in indexes:
+            self._pull_queue.append(self.num_blocks)  # FINAL is not repeated: read the tail again
+        blocks = tuple(i for i in indexes if i < self.num_blocks)
+        return [SendNack(blocks, self.num_blocks in indexes, why), WorkReady()]
+
+    def _begin_pulling(self, now: float) -> list[ReceiverAction]:
+        self.state = ReceiverState.PULLING
+        self._progress_at = now
+        self._pull_queue = [i for i, slot in enumerate(self._slots) if slot is Slot.ANNOUNCED]
+        self._pull_queue.reverse()
+        return [WorkReady(), *self._try_finish(now)]
+
+    def _try_finish(self, now: float) -> list[ReceiverAction]:
+        if self.state is not ReceiverState.PULLING or self.final is None or self._num_missing:
+            return []
+        self.state = ReceiverState.DONE
+        self.finished_at = now
+        self._ended = True
+        deliver: list[ReceiverAction] = [Deliver(self.final)]
+        if self._peer_gone:
+            return deliver + self._forget()
+        self._tries = 1
+        self._retry_at = now + self._policy.close_retry_s
+        return [*deliver, self._done()]
+
+    def _done(self) -> SendDone:
+        moved = [d for d in self._digests if d is not None]
+        folded = int(np.bitwise_xor.reduce(np.concatenate(moved))) if moved else 0
+        return SendDone(folded, self.blocks_moved * self._policy.block_bytes)
+
+    def _fail(self, code: str, message: str, can_recompute: bool) -> list[ReceiverAction]:
+        was_open = self.state is not ReceiverState.CONNECTING and not self._peer_gone
+        self.state = ReceiverState.ABORTING
+        self._ended = True
+        self._pull_queue.clear()
+        failed: list[ReceiverAction] = [Fail(code, message, can_recompute)]
+        if not was_open:
+            return failed + self._forget()
+        self._tries = 1
+        self._retry_at = self._progress_at  # due at once; every repeat is paced
+        return [SendAbort(message), *failed]
+
+    def _forget(self) -> list[ReceiverAction]:
+        self.state = ReceiverState.RELEASED
+        return [Forget()]
+
+    def _can_finish_alone(self) -> bool:
+        return self.plane == "memfd" and self.final is not None and self.state in _OPENED
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        assert self._ended == (self.state not in _LIVE)
+        assert self._pending == sum(slot is Slot.ANNOUNCED for slot in self._slots)
+        missing = sum(slot in (Slot.UNKNOWN, Slot.ANNOUNCED) for slot in self._slots)
+        assert self._num_missing == missing
