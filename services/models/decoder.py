@@ -108,7 +108,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated q and k, and v, each `[num_tokens, heads, head_dim]`."""
         config = self._config
-        heads = linear(normed, layer.qkv).unflatten(1, (-1, config.head_dim))
+        heads = linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
         first_v = config.num_heads + config.num_kv_heads
         q, k, v = (
             heads[:, : config.num_heads],

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from services.common.errors import ModelFileError
 from services.common.model_manifest import MANIFEST_NAME, ModelManifest
 from services.kv.layout import KvIdentity
@@ -115,7 +117,9 @@ def build_manifest(
     """Describe the files of `model_dir`; the caller writes the result with write_manifest()."""
     config = read_config(model_dir)
     if not (model_dir / TOKENIZER_NAME).is_file():
-        raise ModelFileError(f"{model_dir} has no {TOKENIZER_NAME}")
+        raise ModelFileError(
+            f"{model_dir} has no {TOKENIZER_NAME}; other tokenizer files are not read"
+        )
     return ModelManifest(
         format=MANIFEST_FORMAT,
         name=name,
@@ -132,8 +136,32 @@ def build_manifest(
         head_dim=config.head_dim,
         rope=config.rope,
         eos_token_ids=config.eos_token_ids,
-        bos_token_id=config.bos_token_id,
+        bos_token_id=_leading_bos(model_dir, config),
     )
+
+
+def _leading_bos(model_dir: Path, config: ModelConfig) -> int | None:
+    """Return the id the tokenizer puts before raw text, or None if it puts none.
+
+    config.json names a bos id even where the tokenizer never uses it, so the tokenizer is asked.
+    """
+    has_settings = (model_dir / TOKENIZER_CONFIG_NAME).exists()
+    settings = read_json(model_dir / TOKENIZER_CONFIG_NAME) if has_settings else {}
+    declared = settings.get("add_bos_token")
+    if isinstance(declared, bool):
+        return config.bos_token_id if declared else None
+    tokenizer = load_tokenizer(model_dir / TOKENIZER_NAME)
+    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    framed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    return framed[0] if len(framed) > len(plain) and framed[:1] != plain[:1] else None
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Parse a tokenizer.json; raise ModelFileError if the library refuses it."""
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFileError(f"{path.name} is not a readable tokenizer: {error}") from error
 
 
 def write_manifest(model_dir: Path, manifest: ModelManifest) -> None:
