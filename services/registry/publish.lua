@@ -1,0 +1,58 @@
+-- Add and remove hints of one worker, and renew its lease.
+-- KEYS w, wi, ver, wv, wn, sc   ARGV slot, gen, seq, adds, rems (8 bytes a hash), record,
+-- lease_ms, reclaim_ms, num_buckets, max_owners, now_ms ('' = the store's clock)
+local now = tonumber(ARGV[11])
+if not now then
+  local t = redis.call('TIME')
+  now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+local reclaim = tonumber(ARGV[8])
+local slot, gen = tonumber(ARGV[1]), tonumber(ARGV[2])
+local gens = {}
+local all = redis.call('HGETALL', KEYS[1])
+local rec
+for i = 1, #all, 2 do
+  local r, s = all[i + 1], tonumber(all[i])
+  if s and #r == 64 and r:byte(4) ~= 0 and struct.unpack('<d', r:sub(9, 16)) + reclaim >= now then
+    gens[s] = struct.unpack('<H', r:sub(1, 2))
+    if s == slot then rec = r end
+  end
+end
+if not rec or gens[slot] ~= gen then return {'GONE'} end
+local seq = tonumber(ARGV[3])
+local last = struct.unpack('<d', rec:sub(45, 52))
+if seq ~= last and seq ~= last + 1 then return {'RESYNC'} end
+redis.call('HSET', KEYS[1], slot, rec:sub(1, 2) .. ARGV[6]:sub(3, 8)
+  .. struct.pack('<d', now + tonumber(ARGV[7])) .. ARGV[6]:sub(17, 44)
+  .. struct.pack('<d', seq) .. ARGV[6]:sub(53))
+if seq == last then return {'OK'} end -- sent again because the answer was lost
+
+local buckets, max_owners = tonumber(ARGV[9]), tonumber(ARGV[10])
+local prefix = KEYS[1]:sub(1, -2) .. 'b:'
+local mine = struct.pack('<HH', slot, gen)
+local function others(owners)
+  local kept = {}
+  for at = 1, #owners - 3, 4 do
+    local s, g = struct.unpack('<HH', owners:sub(at, at + 3))
+    if s ~= slot and gens[s % 16384] == g then kept[#kept + 1] = owners:sub(at, at + 3) end
+  end
+  return kept
+end
+local function edit(packed, is_add)
+  for at = 1, #packed - 7, 8 do
+    local field = packed:sub(at, at + 7)
+    local key = prefix .. (struct.unpack('<H', field) % buckets)
+    local owners = redis.call('HGET', key, field)
+    local kept = others(owners or '')
+    if is_add and #kept < max_owners then kept[#kept + 1] = mine end
+    local left = table.concat(kept)
+    if left == '' then
+      if owners then redis.call('HDEL', key, field) end
+    elseif left ~= owners then
+      redis.call('HSET', key, field, left)
+    end
+  end
+end
+edit(ARGV[5], false)
+edit(ARGV[4], true)
+return {'OK'}

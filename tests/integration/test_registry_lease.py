@@ -1,0 +1,254 @@
+"""WorkerLease and RedisRegistryReader on a real store that is stopped, frozen and emptied."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.common.clock import SystemClock
+from services.common.errors import StoreUnavailable
+from services.common.ids import BlockHash
+from services.registry.base import LoadReport, WorkerInfo
+from services.registry.embedded import EmbeddedStore
+from services.registry.lease import LeaseConfig, WorkerLease
+from services.registry.reader import LatencyDeadline, RedisRegistryReader
+from tests.support.registry import make_chain, make_worker_info
+from tests.support.store import running_store, store, store_url
+
+__all__ = ["store", "store_url"]  # fixtures
+pytestmark = pytest.mark.integration
+
+NS = "test"
+
+
+@contextmanager
+def leased(
+    url: str,
+    info: WorkerInfo | None = None,
+    cached: Callable[[], Sequence[BlockHash]] = tuple,
+    config: LeaseConfig | None = None,
+) -> Iterator[WorkerLease]:
+    """Run a lease."""
+    lease = WorkerLease(
+        url, NS, info or make_worker_info(), LoadReport, cached, SystemClock(), config
+    )
+    lease.start()
+    try:
+        yield lease
+    finally:
+        lease.stop()
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncIterator[RedisRegistryReader]:
+    """Open a reader."""
+    reader = RedisRegistryReader(url, NS, SystemClock())
+    try:
+        yield reader
+    finally:
+        await reader.close()
+
+
+async def eventually(check: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait until `check` is truthy."""
+    end = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < end, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def depth_becomes(
+    reader: RedisRegistryReader, chain: Sequence[BlockHash], strides: int, timeout_s: float = 5.0
+) -> None:
+    """Wait until some worker holds exactly that many strides of a chain."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            depth = (await reader.lookup(chain)).depth
+            if max(depth.values(), default=0) == strides:
+                return
+        except StoreUnavailable:
+            pass
+        assert time.monotonic() < end, f"never held {strides} strides"
+        await asyncio.sleep(0.01)
+
+
+async def test_registers_publishes_drains_and_leaves(store_url: str) -> None:
+    """The life of a lease."""
+    chain = make_chain(1, 40)
+    async with reading(store_url) as reader:
+        with leased(store_url) as lease:
+            await eventually(lambda: lease.is_registered)
+            lease.publish(chain, ())
+            await depth_becomes(reader, chain, 10)
+            lease.publish((), chain[20:])
+            await depth_becomes(reader, chain, 5)
+            lease.set_state("draining")
+            await asyncio.sleep(0.1)
+            (record,) = await reader.snapshot()
+            assert record.state == "draining"
+            assert record.slot_gen == lease.slot_gen
+            assert record.lease_left_ms > 1000
+        assert await reader.snapshot() == ()
+
+
+async def test_comes_back_after_the_store_was_flushed(store_url: str) -> None:
+    """RB-033: the worker re-registers and re-publishes within two seconds."""
+    chain = make_chain(1, 40)
+    async with reading(store_url) as reader:
+        with leased(store_url, cached=lambda: chain) as lease:
+            await depth_becomes(reader, chain, 10)
+            before = lease.slot_gen
+            with redis.Redis.from_url(store_url) as admin:
+                admin.flushall()
+                admin.script_flush()
+            await depth_becomes(reader, chain, 10, timeout_s=2.0)
+            assert lease.slot_gen != before
+            assert before in lease.slot_gens
+
+
+async def test_comes_back_after_the_store_was_killed_and_restarted_empty(tmp_path: Path) -> None:
+    """RB-097, RB-116: also when the store was not there at the start."""
+    chain = make_chain(1, 8)
+    with running_store(use_tcp=True) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        async with reading(first.url) as reader:
+            with leased(first.url, cached=lambda: chain) as lease:
+                await depth_becomes(reader, chain, 2)
+                os.kill(first.pid, signal.SIGKILL)
+                await eventually(lambda: not lease.is_registered)
+                with pytest.raises(StoreUnavailable):
+                    await reader.snapshot()
+                second = EmbeddedStore.start(tmp_path, use_tcp=True, port=port)
+                try:
+                    await depth_becomes(reader, chain, 2)
+                finally:
+                    second.stop()
+
+
+async def test_frozen_store_costs_one_deadline(store: EmbeddedStore) -> None:
+    """RB-096: a lookup ends within its deadline, publish never blocks, and both heal."""
+    chain = make_chain(1, 8)
+    async with reading(store.url) as reader:
+        with leased(store.url) as lease:
+            await eventually(lambda: lease.is_registered)
+            await reader.lookup(chain)
+            os.kill(store.pid, signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await reader.lookup(chain)
+            assert time.monotonic() - started < 0.3
+            started = time.monotonic()
+            lease.publish(chain, ())
+            assert time.monotonic() - started < 0.05
+            await eventually(lambda: not lease.is_registered)
+            os.kill(store.pid, signal.SIGCONT)
+            await depth_becomes(reader, chain, 2)
+
+
+async def test_cancelled_lookup_never_gives_its_answer_to_another(store_url: str) -> None:
+    """RB-094: cancelled calls at random moments leave no unread reply behind."""
+    chains = [make_chain(i, 4 * i) for i in range(1, 6)]
+    async with reading(store_url) as reader:
+        with leased(store_url, cached=lambda: [h for c in chains for h in c]):
+            await depth_becomes(reader, chains[4], 5)
+            for i in range(100):
+                task = asyncio.create_task(reader.lookup(chains[i % 5]))
+                for _ in range(i % 7):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                length = i % 4 + 1
+                answer = await reader.lookup(chains[length - 1])
+                assert list(answer.depth.values()) == [length]
+
+
+async def test_overflow_sends_the_table_anew(store_url: str) -> None:
+    """RB-100: changes that did not fit the queue are made good by a new generation."""
+    chain = make_chain(1, 40)
+    held: list[BlockHash] = []
+    config = LeaseConfig(max_pending=8, batch_delay_s=0.05)
+    async with reading(store_url) as reader:
+        with leased(store_url, cached=lambda: tuple(held), config=config) as lease:
+            await eventually(lambda: lease.is_registered)
+            gen = lease.slot_gen
+            held.extend(chain)
+            lease.publish(chain, ())
+            await depth_becomes(reader, chain, 10)
+            assert lease.slot_gen != gen
+
+
+async def test_a_later_life_takes_the_name_and_the_earlier_stands_back(store_url: str) -> None:
+    """RB-044: a frozen process that wakes up after its replacement does not take the slot back."""
+    async with reading(store_url) as reader:
+        with leased(store_url, make_worker_info(incarnation=1)) as old:
+            await eventually(lambda: old.is_registered)
+            with leased(store_url, make_worker_info(incarnation=2)) as new:
+                await eventually(lambda: new.is_registered and old.is_superseded)
+                (record,) = await reader.snapshot()
+                assert record.info.incarnation == 2
+                assert record.slot_gen == new.slot_gen
+
+
+async def test_hostile_store_contents_are_skipped(store_url: str) -> None:
+    """I7: garbage under our keys hides a worker at worst; wrong types are a store failure."""
+    async with reading(store_url) as reader:
+        with leased(store_url) as lease, redis.Redis.from_url(store_url) as admin:
+            await eventually(lambda: lease.is_registered)
+            admin.hset(f"isthmus:{{{NS}}}:w", "77", b"short")
+            admin.hset(f"isthmus:{{{NS}}}:w", "x", b"\xff" * 64)
+            admin.hset(f"isthmus:{{{NS}}}:wi", "77", b'{"worker_id": 5}')
+            admin.incr(f"isthmus:{{{NS}}}:wv")
+            assert len(await reader.snapshot()) == 1
+            admin.delete(f"isthmus:{{{NS}}}:wi")
+            admin.set(f"isthmus:{{{NS}}}:wi", b"not a hash")
+            admin.incr(f"isthmus:{{{NS}}}:wv")
+            with pytest.raises(StoreUnavailable):
+                await reader.snapshot()
+
+
+async def test_embedded_store_dies_with_its_parent(tmp_path: Path) -> None:
+    """No store is left behind by a parent that was killed."""
+    import sys
+
+    program = (
+        "import sys, time; from pathlib import Path;"
+        "from services.registry.embedded import EmbeddedStore;"
+        "s = EmbeddedStore.start(Path(sys.argv[1])); print(s.pid, flush=True); time.sleep(60)"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), 20))
+    parent.kill()
+    await parent.wait()
+    await eventually(lambda: not _is_running(pid))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_deadline_follows_the_median_between_its_bounds() -> None:
+    """8 x the median, never under the floor nor over the cap."""
+    deadline = LatencyDeadline(floor_s=0.005, cap_s=0.1)
+    assert deadline.seconds == 0.005
+    for _ in range(500):
+        deadline.observe(0.002)
+    assert 0.014 < deadline.seconds < 0.018
+    for _ in range(500):
+        deadline.observe(1.0)
+    assert deadline.seconds == 0.1

@@ -1,0 +1,212 @@
+"""The Lua scripts against their Python twin, on a real store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import redis
+
+from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.registry.answers import parse_join, parse_lookup, parse_status
+from services.registry.base import LoadReport, WorkerInfo
+from services.registry.embedded import EmbeddedStore
+from services.registry.schema import Keys, encode_info, pack_record, stride_hashes
+from services.registry.scripts import Invocation, ScriptCalls
+from services.registry.twin import RegistryTwin
+from tests.support.store import running_store, store, store_url
+
+__all__ = ["store", "store_url"]  # fixtures
+pytestmark = pytest.mark.integration
+
+STEPS = 60
+CHAINS = [[BlockHash(bytes([chain, depth]) * 8) for depth in range(24)] for chain in range(3)]
+
+
+@pytest.fixture(scope="module")
+def shared_store() -> Iterator[EmbeddedStore]:
+    """One store for all seeds of a property test."""
+    with running_store() as handle:
+        yield handle
+
+
+def make_info(name: str, incarnation: int) -> WorkerInfo:
+    """Build a worker's facts."""
+    return WorkerInfo(
+        worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address="127.0.0.1:1",
+        role="decode", model="toy", kv_identity_fp="fp", identity_fields={"model": "toy"},
+        weights_digest="d", block_size=16, max_model_len=2048, started_unix_ms=1,
+    )  # fmt: skip
+
+
+class Both:
+    """Runs every action on the store and on the twin, and compares the answers."""
+
+    def __init__(self, client: redis.Redis, namespace: str) -> None:
+        self.client = client
+        self.calls = ScriptCalls(Keys(namespace), reclaim_ms=5000, sweep_buckets=4096)
+        self.twin = RegistryTwin(reclaim_ms=5000, sweep_buckets=4096)
+        self.now_ms = 1_000_000
+        self.held: dict[str, tuple[int, int, int]] = {}  # name -> slot, gen, seq
+
+    def run(self, call: Invocation) -> object:
+        """Run a script as the clients do."""
+        args = (len(call.keys), *call.keys, *call.args)
+        try:
+            return self.client.execute_command("EVALSHA", call.script.sha, *args)
+        except redis.exceptions.NoScriptError:
+            self.client.execute_command("SCRIPT LOAD", call.script.text)
+            return self.client.execute_command("EVALSHA", call.script.sha, *args)
+
+    def join(self, name: str, incarnation: int, load: LoadReport, is_rejoin: bool) -> None:
+        """Join under a name that may be held by another incarnation."""
+        info = make_info(name, incarnation)
+        ours = self.twin.join(
+            info, "live", load, proposed_gen=7, is_rejoin=is_rejoin, now_ms=self.now_ms
+        )
+        theirs = parse_join(
+            self.run(
+                self.calls.join(
+                    worker_id=name,
+                    incarnation=incarnation,
+                    info=encode_info(info),
+                    record=pack_record("decode", "live", load),
+                    proposed_gen=7,
+                    is_rejoin=is_rejoin,
+                    now_ms=self.now_ms,
+                )
+            )
+        )
+        assert theirs == ours
+        if ours.outcome == "OK":
+            self.held[name] = (ours.slot, ours.gen, 0)
+
+    def renew(self, name: str, load: LoadReport, state: str) -> None:
+        """Renew with a load."""
+        slot, gen, _ = self.held[name]
+        record = pack_record("decode", state, load)
+        ours = self.twin.renew(slot, gen, state, load, self.now_ms)
+        assert parse_status(self.run(self.calls.renew(slot, gen, record, self.now_ms))) == ours
+
+    def leave(self, name: str) -> None:
+        """Leave."""
+        slot, gen, _ = self.held[name]
+        assert parse_status(self.run(self.calls.leave(slot, gen))) == self.twin.leave(slot, gen)
+
+    def publish(
+        self, name: str, added: list[BlockHash], removed: list[BlockHash], skip: int
+    ) -> None:
+        """Publish; `skip` 1 follows on, 0 repeats, 2 leaves a gap."""
+        slot, gen, seq = self.held[name]
+        load = LoadReport(queued_uncached_tokens=seq)
+        ours = self.twin.publish(
+            slot, gen, seq + skip, added, removed, load=load, now_ms=self.now_ms
+        )
+        theirs = parse_status(
+            self.run(
+                self.calls.publish(
+                    slot=slot,
+                    gen=gen,
+                    seq=seq + skip,
+                    added=added,
+                    removed=removed,
+                    record=pack_record("decode", "live", load),
+                    now_ms=self.now_ms,
+                )
+            )
+        )
+        assert theirs == ours
+        if ours == "OK":
+            self.held[name] = (slot, gen, seq + skip)
+
+    def compare(self, chain: list[BlockHash]) -> None:
+        """Look up on both sides."""
+        raw = self.run(self.calls.lookup(stride_hashes(chain), "", self.now_ms))
+        theirs = parse_lookup(raw, len(stride_hashes(chain)), {}, "").hints
+        ours = self.twin.lookup(chain, self.now_ms)
+        assert theirs.records == ours.records
+        assert dict(theirs.depth) == dict(ours.depth)
+
+    def num_hints(self) -> int:
+        """Count the hashes the store has owners for."""
+        keys = self.client.keys(f"{self.calls.keys.prefix}b:*")
+        return sum(self.client.hlen(key) for key in keys)
+
+
+@contextmanager
+def both(url: str, namespace: str) -> Iterator[Both]:
+    """Open a client for one comparison."""
+    with closing(redis.Redis.from_url(url)) as client:
+        yield Both(client, namespace)
+
+
+def random_step(pair: Both, rng: random.Random) -> None:
+    """Do one random thing to both."""
+    pair.now_ms += rng.choice((0, 1, 300, 900, 2500, 6000))
+    name = rng.choice(("a", "b", "c", "d"))
+    load = LoadReport(rng.randrange(1000), rng.randrange(1000), 5, 9, 0.5, 0.25, 2.0, 3, 4)
+    chain = rng.choice(CHAINS)
+    lo, hi = sorted((rng.randrange(25), rng.randrange(25)))
+    if name not in pair.held or rng.random() < 0.15:
+        pair.join(name, rng.choice((1, 2)), load, rng.random() < 0.5)
+        return
+    action = rng.randrange(10)
+    if action < 5:
+        pair.publish(name, chain[:hi], [], rng.choice((1, 1, 1, 1, 0, 2)))
+    elif action < 7:
+        pair.publish(name, [], chain[lo:hi], 1)  # holes too: hints may be wrong, never a crash
+    elif action < 9:
+        pair.renew(name, load, rng.choice(("live", "draining")))
+    else:
+        pair.leave(name)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_scripts_and_twin_agree_on_random_histories(shared_store: EmbeddedStore, seed: int) -> None:
+    """RB-044, RB-046: restarts, expiry and reuse of slots void old hints on both sides alike."""
+    rng = random.Random(seed)
+    with both(shared_store.url, f"seed{seed}") as pair:
+        for _ in range(STEPS):
+            random_step(pair, rng)
+            pair.compare(rng.choice(CHAINS)[: rng.randrange(25)])
+            assert pair.num_hints() == pair.twin.num_hints()
+
+
+def test_lease_is_judged_by_the_stores_clock(store_url: str) -> None:
+    """RB-101, RB-102: without `now_ms` the store's TIME decides, not a client's clock."""
+    with both(store_url, "clock") as pair:
+        load = LoadReport()
+        call = pair.calls.join(
+            worker_id="w", incarnation=1, info=encode_info(make_info("w", 1)),
+            record=pack_record("decode", "live", load), proposed_gen=0, is_rejoin=False,
+        )  # fmt: skip
+        assert parse_join(pair.run(call)).outcome == "OK"
+        (record,) = parse_lookup(pair.run(pair.calls.lookup((), "")), 0, {}, "").hints.records
+        assert 1000 < record.lease_left_ms <= 2000
+
+
+def test_join_refuses_another_schema(store_url: str) -> None:
+    """A cluster of two hash schemes would silently never hit."""
+    with both(store_url, "ver") as pair:
+        pair.client.set(pair.calls.keys.prefix + "ver", "0;other")
+        call = pair.calls.join(
+            worker_id="w", incarnation=1, info=encode_info(make_info("w", 1)),
+            record=pack_record("decode", "live", LoadReport()), proposed_gen=0, is_rejoin=False,
+        )  # fmt: skip
+        answer = parse_join(pair.run(call))
+        assert (answer.outcome, answer.detail) == ("VERSION", "0;other")
+
+
+def test_infos_are_sent_only_when_they_changed(store_url: str) -> None:
+    """A lookup on a quiet cluster carries 64 bytes a worker, not its whole description."""
+    with both(store_url, "infos") as pair:
+        pair.join("a", 1, LoadReport(), False)
+        first = pair.run(pair.calls.lookup((), ""))
+        assert isinstance(first, list)
+        version = first[1].decode()
+        again = pair.run(pair.calls.lookup((), version))
+        assert isinstance(again, list)
+        assert len(first[3]) == 2
+        assert again[3] == []
