@@ -1,0 +1,150 @@
+"""Run one service: start, wait for a signal or a fault, drain within a limit, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+_T = TypeVar("_T")
+_Waiter = asyncio.Future[Any]  # only its being done matters
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+_STOP_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What a service does at each step of its life.
+
+    start: comes back when the service can take requests, or raises.
+    drain: refuses new work and waits for running work; is cancelled at the limit.
+    stop: ends what is left with a coded error and frees everything.
+    failed: comes back (with the reason) only if the service cannot go on.
+    """
+
+    start: Callable[[], Awaitable[None]]
+    drain: Callable[[], Awaitable[None]]
+    stop: Callable[[], Awaitable[None]]
+    failed: Callable[[], Awaitable[str]] | None = None
+
+
+def run_service(phases: Phases, *, drain_s: float, use_uvloop: bool = True) -> int:
+    """Run until SIGTERM or SIGINT; return the process's exit status.
+
+    The first signal drains. After it both signals have their default action, so that a second
+    one ends the process at once, whatever the event loop is doing.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory(use_uvloop)) as runner:
+        return runner.run(_run(phases, drain_s))
+
+
+def _loop_factory(use_uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
+    if not use_uvloop:
+        return asyncio.new_event_loop
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+async def _run(phases: Phases, drain_s: float) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal(number: signal.Signals) -> None:
+        for each in signals:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        log.info("service.signal", signal=number.name, drain_s=drain_s)
+        stopping.set()
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await _live(phases, stopping, drain_s)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _live(phases: Phases, stopping: asyncio.Event, drain_s: float) -> int:
+    signalled: _Waiter = asyncio.ensure_future(stopping.wait())
+    try:
+        started = await _start(phases, signalled)
+        if started is not None:
+            await _stop(phases)
+            return started
+        fault = await _until_signal_or_fault(phases, signalled)
+        if fault is None:
+            await _drain(phases, drain_s)
+        else:
+            log.error("service.failed", reason=fault)
+        is_stopped = await _stop(phases)
+        return EXIT_OK if fault is None and is_stopped else EXIT_FAILED
+    finally:
+        signalled.cancel()
+
+
+async def _start(phases: Phases, signalled: _Waiter) -> int | None:
+    """Start; an exit status means that the service does not go on to serve."""
+    starting: _Waiter = asyncio.ensure_future(_await(phases.start()))
+    await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # a signal while starting: there is nothing to drain
+        starting.cancel()
+        await asyncio.wait({starting}, timeout=_STOP_LIMIT_S)
+        return EXIT_OK
+    error = starting.exception()
+    if error is not None:
+        # The type only in the field: run_service's caller prints messages meant for people.
+        log.error("service.start_failed", error=f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
+    log.info("service.ready")
+    return None
+
+
+async def _until_signal_or_fault(phases: Phases, signalled: _Waiter) -> str | None:
+    if phases.failed is None:
+        await signalled
+        return None
+    failed: asyncio.Future[str] = asyncio.ensure_future(_await(phases.failed()))
+    try:
+        waiters: set[_Waiter] = {failed, signalled}
+        await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        if signalled.done():
+            return None
+        error = failed.exception()
+        return failed.result() if error is None else f"{type(error).__name__}: {error}"
+    finally:
+        failed.cancel()
+
+
+async def _drain(phases: Phases, drain_s: float) -> None:
+    try:
+        await asyncio.wait_for(_await(phases.drain()), drain_s)
+        log.info("service.drained")
+    except TimeoutError:
+        log.warning("service.drain_limit", drain_s=drain_s)
+    except Exception:
+        log.exception("service.drain_failed")  # stopping matters more than draining
+
+
+async def _stop(phases: Phases) -> bool:
+    try:
+        await asyncio.wait_for(_await(phases.stop()), _STOP_LIMIT_S)
+    except Exception:
+        log.exception("service.stop_failed")
+        return False
+    log.info("service.stopped")
+    return True
+
+
+async def _await(awaitable: Awaitable[_T]) -> _T:
+    """Turn any awaitable into a coroutine, which tasks and wait_for need."""
+    return await awaitable
