@@ -53,12 +53,12 @@ class Both:
 
     def run(self, call: Invocation) -> object:
         """Run a script as the clients do."""
-        args = (len(call.keys), *call.keys, *call.args)
+        sha, args = call.script.sha, (*call.keys, *call.args)
         try:
-            return self.client.execute_command("EVALSHA", call.script.sha, *args)
+            return self.client.evalsha(sha, len(call.keys), *args)
         except redis.exceptions.NoScriptError:
-            self.client.execute_command("SCRIPT LOAD", call.script.text)
-            return self.client.execute_command("EVALSHA", call.script.sha, *args)
+            self.client.script_load(call.script.text)
+            return self.client.evalsha(sha, len(call.keys), *args)
 
     def join(self, name: str, incarnation: int, load: LoadReport, is_rejoin: bool) -> None:
         """Join under a name that may be held by another incarnation."""
@@ -102,7 +102,7 @@ class Both:
         slot, gen, seq = self.held[name]
         load = LoadReport(queued_uncached_tokens=seq)
         ours = self.twin.publish(
-            slot, gen, seq + skip, added, removed, load=load, now_ms=self.now_ms
+            (slot, gen), seq + skip, added, removed, load=load, now_ms=self.now_ms
         )
         theirs = parse_status(
             self.run(
