@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +13,29 @@ if TYPE_CHECKING:
     from kernels.cpu.launchers import CpuKernels
 
 
+class AttentionKernels(Protocol):
+    """What a GPU backend offers: attention with the signature of the public op."""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See `kernels.ops.attention.paged_attention`."""
+        ...
+
+
 def cpu_kernels(tensor: Tensor) -> CpuKernels | None:
     """Return the C library's ops if `tensor` is on a CPU and the library can be used."""
     return library.kernels() if tensor.device.type == "cpu" else None
 
 
-def triton_kernels(tensor: Tensor) -> ModuleType | None:
+def triton_kernels(tensor: Tensor) -> AttentionKernels | None:
     """Return the Triton launchers if `tensor` is on a CUDA device and Triton is installed."""
     return None
 
@@ -31,3 +47,9 @@ def describe(device: torch.device | str) -> str:
         return "plain torch reference"
     usable, reason = library.available()
     return reason if usable else f"plain torch reference ({reason})"
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Let CPU ops, ours and torch's, use up to this many threads; ours give the same bits."""
+    library.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)

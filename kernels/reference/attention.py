@@ -30,7 +30,7 @@ def paged_attention(
 def gather_context(
     kv_pool: Tensor, layer: int, block_table: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Copy one sequence out of the pool: keys and values `[context_len, num_kv_heads, head_dim]`."""
+    """Copy out one sequence: keys, values, each `[context_len, num_kv_heads, head_dim]`."""
     block_size = kv_pool.shape[4]
     block_ids = block_table[: -(-context_len // block_size)].long()
     blocks = kv_pool[block_ids, layer]  # [num_ctx_blocks, 2, num_kv_heads, block_size, head_dim]

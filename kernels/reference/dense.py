@@ -36,8 +36,9 @@ def rotate_half_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate pairs `(i, i + half)` of heads `[num_tokens, num_heads, head_dim]` in place."""
     half = cos.shape[-1]
     low, high = heads[..., :half].float(), heads[..., half : 2 * half].float()
-    heads[..., :half] = low * cos - high * sin
-    heads[..., half : 2 * half] = high * cos + low * sin
+    # Both before either is stored: in float32 `low` and `high` are views of `heads`.
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    heads[..., : 2 * half] = turned
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
