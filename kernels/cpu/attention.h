@@ -12,6 +12,7 @@
 #define MAX_HEAD_DIM 256
 #define MAX_BLOCK_SIZE 128
 #define TILE_ROWS 32
+#define MAX_JOINT_ROWS 4
 
 enum { DTYPE_FLOAT = 0, DTYPE_BF16 = 1 };
 
@@ -35,64 +36,116 @@ typedef struct {
     float values[MAX_BLOCK_SIZE * MAX_HEAD_DIM] __attribute__((aligned(64)));
 } block_copy;
 
-/* One row against one block: `valid` of its keys count. Vectors per head `nv` is a constant. */
-INLINE void attend_block(const int nv, row_tile *tile, int row, const float *keys,
-                         const float *values, long valid) {
-    const float *q = tile->q + (long)row * nv * VL;
-    float *acc = tile->acc + (long)row * nv * VL;
-    float weights[MAX_BLOCK_SIZE] __attribute__((aligned(64)));
-    vf best = vf_set(-INFINITY);
+/* Scores of `rows` rows against the keys of one block; -inf past `valid`. */
+INLINE void score_block(const int nv, const int rows, const float *q, const float *keys,
+                        long valid, float (*scores)[MAX_BLOCK_SIZE], vf *best) {
     for (long first = 0; first < valid; first += VL) {
-        vf partial[VL];
+        vf partial[MAX_JOINT_ROWS][VL];
         UNROLL for (int j = 0; j < VL; j++) {
             const float *key = keys + (first + j) * nv * VL;
-            vf dot = vf_load(q) * vf_load(key);
-            UNROLL for (int d = 1; d < nv; d++) dot += vf_load(q + d * VL) * vf_load(key + d * VL);
-            partial[j] = dot;
+            UNROLL for (int r = 0; r < rows; r++) {
+                vf dot = vf_load(q + r * nv * VL) * vf_load(key);
+                UNROLL for (int d = 1; d < nv; d++)
+                    dot += vf_load(q + (r * nv + d) * VL) * vf_load(key + d * VL);
+                partial[r][j] = dot;
+            }
         }
-        vf scores = vf_fold(partial);
         /* Keys past `valid` are whatever the memory held: replaced, not multiplied away. */
-        scores = vf_select(lane_index() < (int32_t)(valid - first), scores, vf_set(-INFINITY));
-        best = vf_max(best, scores);
-        vf_store(weights + first, scores);
+        vi counts = lane_index() < (int32_t)(valid - first);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf s = vf_select(counts, vf_fold(partial[r]), vf_set(-INFINITY));
+            best[r] = vf_max(best[r], s);
+            vf_store(scores[r] + first, s);
+        }
     }
+}
+
+/* Turn scores into weights under the new maximum; return by how much older sums shrink. */
+INLINE float weigh_block(row_tile *tile, int row, float *scores, long valid, vf best) {
     float old_max = tile->max[row], new_max = vf_max_lane(best);
     new_max = new_max > old_max ? new_max : old_max;
     float shrink = new_max == old_max ? 1.0f : vf_exp(vf_set(old_max - new_max))[0];
     vf total = {0};
     for (long first = 0; first < valid; first += VL) {
-        vf p = vf_exp(vf_load(weights + first) - new_max);
+        vf p = vf_exp(vf_load(scores + first) - new_max);
         total += p;
-        vf_store(weights + first, p);
+        vf_store(scores + first, p);
     }
     tile->max[row] = new_max;
     tile->sum[row] = tile->sum[row] * shrink + vf_sum(total);
-    vf out[MAX_HEAD_DIM / VL] = {{0}};
-    UNROLL for (int d = 0; d < nv; d++) out[d] = vf_load(acc + d * VL) * shrink;
+    return shrink;
+}
+
+/* `rows` neighbouring rows against one block of which each sees `valid` keys. They share loads
+ * and hide each other's latencies, and do not mix. `nv` (vectors per head) and `rows` are
+ * constants where it matters. */
+INLINE void attend_rows(const int nv, const int rows, row_tile *tile, int row, const float *keys,
+                        const float *values, long valid) {
+    float weights[MAX_JOINT_ROWS][MAX_BLOCK_SIZE] __attribute__((aligned(64)));
+    float *acc = tile->acc + (long)row * nv * VL;
+    vf best[MAX_JOINT_ROWS], out[MAX_JOINT_ROWS][MAX_HEAD_DIM / VL] = {{{0}}};
+    UNROLL for (int r = 0; r < rows; r++) best[r] = vf_set(-INFINITY);
+    score_block(nv, rows, tile->q + (long)row * nv * VL, keys, valid, weights, best);
+    UNROLL for (int r = 0; r < rows; r++) {
+        float shrink = weigh_block(tile, row + r, weights[r], valid, best[r]);
+        UNROLL for (int d = 0; d < nv; d++) out[r][d] = vf_load(acc + (r * nv + d) * VL) * shrink;
+    }
     for (long j = 0; j < valid; j++) {
         const float *value = values + j * nv * VL;
-        vf p = vf_set(weights[j]);
-        UNROLL for (int d = 0; d < nv; d++) out[d] += p * vf_load(value + d * VL);
+        UNROLL for (int d = 0; d < nv; d++) {
+            vf v = vf_load(value + d * VL);
+            UNROLL for (int r = 0; r < rows; r++) out[r][d] += vf_set(weights[r][j]) * v;
+        }
     }
-    UNROLL for (int d = 0; d < nv; d++) vf_store(acc + d * VL, out[d]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int d = 0; d < nv; d++) vf_store(acc + (r * nv + d) * VL, out[r][d]);
+}
+
+INLINE long keys_seen(const row_tile *tile, int row, long base, long block_size) {
+    long valid = tile->visible[row] - base;
+    return valid < block_size ? valid : block_size;
 }
 
 INLINE void attend_tile_block(const int nv, row_tile *tile, const float *keys,
                               const float *values, long base, long block_size) {
+    for (int row = 0; row < tile->num_rows;) {
+        long valid = keys_seen(tile, row, base, block_size);
+        int joint = 1;
+        while (joint < MAX_JOINT_ROWS && row + joint < tile->num_rows &&
+               keys_seen(tile, row + joint, base, block_size) == valid)
+            joint++;
+        if (valid > 0) switch (joint) {
+                case 4: attend_rows(nv, 4, tile, row, keys, values, valid); break;
+                case 3: attend_rows(nv, 3, tile, row, keys, values, valid); break;
+                case 2: attend_rows(nv, 2, tile, row, keys, values, valid); break;
+                default: attend_rows(nv, 1, tile, row, keys, values, valid);
+            }
+        row += joint;
+    }
+}
+
+/* Head sizes other than 64 and 128: one row at a time, `nv` unknown to the compiler. */
+static void attend_tile_block_odd(const int nv, row_tile *tile, const float *keys,
+                                  const float *values, long base, long block_size) {
     for (int row = 0; row < tile->num_rows; row++) {
-        long valid = tile->visible[row] - base;
-        if (valid <= 0) continue;
-        attend_block(nv, tile, row, keys, values, valid < block_size ? valid : block_size);
+        long valid = keys_seen(tile, row, base, block_size);
+        if (valid > 0) attend_rows(nv, 1, tile, row, keys, values, valid);
     }
 }
 
 static void attend_tile_block_any(int nv, row_tile *tile, const float *keys, const float *values,
                                   long base, long block_size) {
-    switch (nv) { /* head sizes 64 and 128 on the vector width in use, and whatever else */
+    switch (nv) {
         case 64 / VL: attend_tile_block(64 / VL, tile, keys, values, base, block_size); break;
         case 128 / VL: attend_tile_block(128 / VL, tile, keys, values, base, block_size); break;
-        default: attend_tile_block(nv, tile, keys, values, base, block_size);
+        default: attend_tile_block_odd(nv, tile, keys, values, base, block_size);
     }
+}
+
+/* Pull the next block towards L2 while this one is worked on: block ids are in no order that a
+ * hardware prefetcher could guess. */
+INLINE void prefetch_half(const char *from, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* Widen to float and pad heads to whole vectors and keys to whole groups, all padding zero. */
@@ -118,11 +171,18 @@ static void attend_tile(const kv_layer *kv, row_tile *tile, const int32_t *block
                         long kv_head, block_copy *copy) {
     long bs = kv->block_size, nv = (kv->head_dim + VL - 1) / VL, width = nv * VL;
     long end = tile->visible[tile->num_rows - 1];
+    long half_bytes = bs * kv->head_dim * (kv->dtype == DTYPE_BF16 ? 2 : 4);
     int whole = kv->head_dim == width && bs % VL == 0;
     for (long base = 0; base < end; base += bs) {
         const char *keys = kv->pool + block_table[base / bs] * kv->block_stride +
                            kv_head * kv->head_stride;
         const char *values = keys + kv->kv_stride;
+        if (base + bs < end) {
+            const char *next = kv->pool + block_table[base / bs + 1] * kv->block_stride +
+                               kv_head * kv->head_stride;
+            prefetch_half(next, half_bytes);
+            prefetch_half(next + kv->kv_stride, half_bytes);
+        }
         if (whole && kv->dtype == DTYPE_FLOAT) {
             attend_tile_block_any(nv, tile, (const float *)keys, (const float *)values, base, bs);
             continue;
