@@ -13,10 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.common.model_manifest import ModelManifest
+from services.common.sampling import SamplingParams
 from services.decode.admission import AdmissionLimits, FailureLadder, admit
 from services.engine.api import (
     BlocksReserved,
@@ -59,6 +62,8 @@ from services.worker.session import DoneOut, Outgoing, RouterSession, TicketOut
 from services.worker.trace import WorkTracer
 
 DEFAULT_DEADLINE_MS = 600_000
+_WARM_UP_KEY = RequestKey("warm-up")
+_WARM_UP_TOKENS = 96
 _PLANES = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
 
 log = get_logger(__name__)
@@ -131,6 +136,7 @@ class WorkerShell:
         self._ladder = FailureLadder(self._limits)
         self._ladder_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._warm_up: asyncio.Future[None] | None = None
         self._works: dict[RequestKey, WorkItem] = {}
         self._unoffered: set[RequestKey] = set()  # engine thread only: offers that failed
         self._sessions: dict[int, RouterSession] = {}
@@ -161,6 +167,42 @@ class WorkerShell:
     def begin_drain(self) -> None:
         """Refuse new work from now on."""
         self.role.state = common_pb2.WORKER_STATE_DRAINING
+
+    async def warm_up(self) -> None:
+        """Run one short request through the engine: memory is touched, rates are known."""
+        assert self._loop is not None
+        self._warm_up = self._loop.create_future()
+        manifest = self.identity.manifest
+        token = next(t for t in range(manifest.vocab_size) if t not in manifest.eos_token_ids)
+        tokens = np.full(_WARM_UP_TOKENS, token, dtype=np.uint32)
+        # A tenant of its own: no client's prompt ever matches these blocks.
+        scope = HashScope(manifest.weights_digest, "", _WARM_UP_KEY)
+        request = EngineRequest(
+            key=_WARM_UP_KEY,
+            request_id=_WARM_UP_KEY,
+            kind=WorkKind.WHOLE,
+            token_ids=tokens,
+            block_hashes=chain_hashes(scope, tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+            deadline=self._clock.now() + DEFAULT_DEADLINE_MS / 1000,
+            tenant=_WARM_UP_KEY,
+        )
+        self.engine.submit(request)
+        await self._warm_up
+
+    def _warmed_up(self, event: ChoiceDone | Refused) -> None:
+        """End the warm-up; the worker does not start with an engine that cannot answer."""
+        code = event.code if isinstance(event, Refused) else event.error_code
+        if self._warm_up is None or self._warm_up.done():
+            return
+        if code is None:
+            self._warm_up.set_result(None)
+        else:
+            self._warm_up.set_exception(RequestError(code, "the warm-up request failed"))
+
+    def set_initial_role(self, prefill: float, decode: float) -> None:
+        """Name the weights the engine was made with."""
+        self.role = RoleState(prefill, decode)
 
     def set_role(self, prefill: float, decode: float) -> None:
         """Change the shares of the step budget."""
@@ -243,7 +285,10 @@ class WorkerShell:
             self.engine.cancel(fenced, "a higher attempt took over")
         self._works[key] = item
         self._tracer.begin(item.key, item.traceparent, item.kind)
-        self.engine.submit(request)
+        try:
+            self.engine.submit(request)
+        except RequestError as error:
+            self._deliver((Refused(key, error.spec.code, error.message),))
 
     def _send_refusal(
         self, session: RouterSession, refusal: Refused, work: worker_pb2.Work
@@ -436,6 +481,8 @@ class WorkerShell:
         for event in outgoing:
             work = self._works.get(event.key)
             if work is None:
+                if event.key == _WARM_UP_KEY and not isinstance(event, (TokensOut, TicketOut)):
+                    self._warmed_up(event)
                 continue
             item: Outgoing = event if not isinstance(event, ChoiceDone) else _done_out(work, event)
             if not work.session.record(item, now):

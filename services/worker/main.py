@@ -1,0 +1,396 @@
+"""A worker process from configuration to exit: load, warm up, register, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kernels import dispatch
+from services.common.clock import Clock, SystemClock
+from services.common.config import IsthmusConfig
+from services.common.errors import ConfigError, ModelFileError
+from services.common.ids import Incarnation, WorkerId, new_incarnation
+from services.common.model_manifest import read_manifest
+from services.engine.api import CacheDelta
+from services.engine.config import EngineConfig
+from services.engine.loop import EngineLoop
+from services.engine.runner import KvStore, Runner
+from services.engine.scheduler import Scheduler
+from services.kv.block_pool import BlockPool
+from services.kv.hashing import HASH_SCHEME
+from services.kv.layout import KvIdentity, KvLayout
+from services.kv.memory import KvPoolMemory
+from services.models.base import Model
+from services.models.catalog import resolve
+from services.models.load import load_model
+from services.models.resolved import identity as kv_identity
+from services.pb import worker_pb2_grpc
+from services.registry.base import LoadReport, WorkerInfo
+from services.registry.lease import LeaseConfig, WorkerLease
+from services.registry.schema import namespace_of
+from services.runtime.run import Phases, run_service
+from services.runtime.runtime_dir import RuntimeDir
+from services.runtime.threads import available_cores
+from services.telemetry import catalog
+from services.telemetry.logs import get_logger
+from services.telemetry.metrics import Metrics, Reading
+from services.telemetry.tracing import TraceSettings, Tracing, setup_tracing
+from services.transfer.config import TransferConfig
+from services.transfer.sink import TransferSink
+from services.transfer.source import TransferSource
+from services.worker.memory_plan import MemoryPlan, plan_memory
+from services.worker.servicer import StaticStatus, WorkerServicer
+from services.worker.shell import WorkerIdentity, WorkerShell
+from services.worker.trace import WorkTracer
+
+MAX_MESSAGE_BYTES = 16 << 20
+HOUSEKEEPING_S = 0.1
+WARM_UP_TIMEOUT_S = 120.0
+STOP_THREADS_S = 3.0
+# A role is a weight, not a program: the other kind of work is taken too, at a smaller share.
+ROLE_WEIGHTS = {"prefill": (1.0, 0.2), "decode": (0.2, 1.0)}
+
+log = get_logger(__name__)
+
+_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Routers ping silent Links every second or so; the default server calls that an attack.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.so_reuseport", 0),
+)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a running worker is made of."""
+
+    shell: WorkerShell
+    servicer: WorkerServicer
+    engine: EngineLoop
+    memory: KvPoolMemory
+    lease: WorkerLease
+    tracing: Tracing
+    metrics: Metrics
+
+
+def run_worker(config: IsthmusConfig) -> int:
+    """Run until a signal; return the exit status. Configuration errors raise ConfigError."""
+    worker = _Worker(config, SystemClock())
+    try:
+        return run_service(
+            Phases(worker.start, worker.drain, worker.stop, worker.failed),
+            drain_s=config.worker.drain_s,
+        )
+    finally:
+        worker.remove_runtime_dir()
+
+
+class _Worker:
+    """The phases of one worker process."""
+
+    def __init__(self, config: IsthmusConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._runtime: RuntimeDir | None = None
+        self._parts: Parts | None = None
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    def remove_runtime_dir(self) -> None:
+        """Remove the directory this process made for itself, if it made one."""
+        if self._runtime is not None:
+            self._runtime.remove()
+
+    async def start(self) -> None:
+        """Bind, load in a thread, warm up, and only then serve and register."""
+        server, port = self._bind()
+        try:
+            parts = await asyncio.to_thread(self._build, port)
+        except (ConfigError, ModelFileError) as error:
+            log.error("worker.cannot_start", reason=str(error))
+            raise
+        self._parts = parts
+        self._set_gauges(parts)
+        loop = asyncio.get_running_loop()
+        lease = parts.lease
+        parts.shell.start(loop, lambda delta: _publish(lease, delta))
+        await asyncio.wait_for(parts.shell.warm_up(), WARM_UP_TIMEOUT_S)
+        worker_pb2_grpc.add_WorkerServicer_to_server(parts.servicer, server)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await server.start()
+        lease.start()
+        self._housekeeper = asyncio.create_task(self._keep_house(parts))
+
+    def _bind(self) -> tuple[grpc.aio.Server, int]:
+        """Take the port before the slow part, so that a clash is known at once."""
+        settings = self._config.worker
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        host = f"[{settings.bind_host}]" if ":" in settings.bind_host else settings.bind_host
+        try:
+            port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"worker.grpc_port {settings.grpc_port} on {host} cannot be bound"
+            ) from error
+        self._server = server
+        return server, port
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        await self._health.set("", status)
+        await self._health.set("isthmus.v1.Worker", status)
+
+    # -- building (a thread of its own: loading weights takes seconds) ------------------------
+
+    def _build(self, port: int) -> Parts:
+        config, settings = self._config, self._config.worker
+        threads = settings.threads or available_cores()
+        torch.set_num_threads(threads)
+        dispatch.set_num_threads(threads)
+        cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else None
+        model_dir = resolve(config.model.name, cache_dir)
+        model = load_model(model_dir, device=settings.device, dtype=settings.dtype)
+        worker_id = WorkerId(settings.worker_id or f"{settings.role}-{os.getpid()}")
+        incarnation = new_incarnation()
+        return self._assemble(model, model_dir, worker_id, incarnation, port)
+
+    def _assemble(
+        self,
+        model: Model,
+        model_dir: Path,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        port: int,
+    ) -> Parts:
+        settings = self._config.worker
+        manifest = read_manifest(model_dir)
+        layout = KvLayout(
+            manifest.num_layers, manifest.num_kv_heads, manifest.head_dim, settings.dtype
+        )
+        plan = self._plan(layout, manifest.context_length)
+        identity = kv_identity(manifest, hash_scheme=HASH_SCHEME)
+        memory = KvPoolMemory.create(layout, plan.num_blocks)
+        pool = BlockPool(plan.num_blocks, memory.gens)
+        prefill, decode = ROLE_WEIGHTS[settings.role]
+        engine_config = EngineConfig(
+            model_digest=manifest.weights_digest,
+            vocab_size=manifest.vocab_size,
+            eos_token_ids=manifest.eos_token_ids,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_step_tokens=max(settings.max_step_tokens, settings.max_num_seqs + 16),
+            chunk_target_s=settings.chunk_target_ms / 1000,
+            max_open_requests=settings.max_queued_requests,
+            prefill_weight=prefill,
+            decode_weight=decode,
+        )
+        store = KvStore(memory, model.device)
+        runner = Runner(model, store, manifest.eos_token_ids)
+        engine = EngineLoop(Scheduler(engine_config, pool, store), runner, self._clock)
+        source, sink = self._transfer_ends(memory, identity, worker_id, incarnation)
+        tracing = setup_tracing(self._trace_settings(worker_id))
+        metrics = Metrics.enabled()
+        shell = WorkerShell(
+            WorkerIdentity(worker_id, incarnation, manifest, identity.fingerprint),
+            engine,
+            source,
+            sink,
+            self._clock,
+            WorkTracer(tracing, metrics, self._clock),
+        )
+        shell.set_initial_role(prefill, decode)
+        info = WorkerInfo(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=f"{settings.advertise_host or settings.bind_host}:{port}",
+            role=settings.role,
+            model=manifest.name,
+            kv_identity_fp=identity.fingerprint,
+            identity_fields=identity.fields(),
+            weights_digest=manifest.weights_digest,
+            block_size=layout.block_size,
+            max_model_len=plan.max_model_len,
+            started_unix_ms=self._clock.unix_ms(),
+        )
+        lease = self._lease(info, engine)
+        shell.slot_gens = lambda: lease.slot_gens
+        status = StaticStatus(
+            device=settings.device,
+            kernel_path=dispatch.describe(model.device),
+            verify_digest=self._config.transfer.verify_digest,
+            slot=lambda: lease.slot or 0,
+        )
+        servicer = WorkerServicer(shell, status, self._clock)
+        log.info(
+            "worker.loaded",
+            model=manifest.name,
+            kernels=status.kernel_path,
+            kv_blocks=plan.num_blocks,
+            kv_tokens=plan.pool_tokens,
+            kv_mib=plan.pool_bytes >> 20,
+            pool_reason=plan.reason,
+            machine=platform.machine(),
+        )
+        return Parts(shell, servicer, engine, memory, lease, tracing, metrics)
+
+    def _plan(self, layout: KvLayout, context_length: int) -> MemoryPlan:
+        return plan_memory(
+            layout,
+            num_blocks=self._config.worker.num_blocks,
+            kv_memory_bytes=self._config.worker.kv_memory_bytes,
+            available_bytes=psutil.virtual_memory().available,
+            max_model_len=self._config.model.max_model_len,
+            context_length=context_length,
+        )
+
+    def _transfer_ends(
+        self, memory: KvPoolMemory, identity: KvIdentity, worker_id: WorkerId, incarnation: int
+    ) -> tuple[TransferSource, TransferSink]:
+        settings = self._config.transfer
+        config = TransferConfig(
+            planes=settings.planes,
+            ticket_ttl_s=settings.ticket_ttl_ms / 1000,
+            lease_s=settings.lease_ms / 1000,
+            verify_digest=settings.verify_digest,
+            max_transfers=settings.max_open,
+            curve_key_file=settings.curve_key_file or None,
+            allow_plaintext_kv=settings.allow_plaintext_kv,
+        )
+        common = (memory, memory.layout, identity, worker_id, incarnation)
+        source = TransferSource(
+            *common, self._config.worker.bind_host, self._runtime_dir(), self._clock, config
+        )
+        return source, TransferSink(*common, self._clock, config)
+
+    def _runtime_dir(self) -> Path:
+        configured = self._config.worker.runtime_dir
+        if configured:
+            return Path(configured)
+        self._runtime = RuntimeDir.create(os.environ)
+        return self._runtime.path
+
+    def _lease(self, info: WorkerInfo, engine: EngineLoop) -> WorkerLease:
+        lease = self._config.lease
+        return WorkerLease(
+            self._config.store.url.get_secret_value(),
+            namespace_of(info.weights_digest),
+            info,
+            lambda: _load_report(engine),
+            engine.cached_hashes,
+            self._clock,
+            LeaseConfig(lease_ms=lease.worker_lease_ms, heartbeat_s=lease.heartbeat_ms / 1000),
+        )
+
+    def _trace_settings(self, worker_id: str) -> TraceSettings:
+        telemetry = self._config.telemetry
+        return TraceSettings(
+            service="worker",
+            instance=worker_id,
+            otlp_endpoint=telemetry.otlp_endpoint,
+            trace_file=telemetry.trace_file,
+            trace_file_max_bytes=telemetry.trace_file_max_bytes,
+            sample_ratio=telemetry.sample_ratio,
+        )
+
+    def _set_gauges(self, parts: Parts) -> None:
+        engine, shell = parts.engine, parts.shell
+        parts.metrics.watch(catalog.KV_BLOCKS, lambda: _block_readings(engine))
+        parts.metrics.watch(catalog.WORK_OPEN, lambda: _work_readings(engine))
+        parts.metrics.watch(
+            catalog.TRANSFERS_OPEN,
+            lambda: (
+                (shell.source.num_open(), {"side": "send"}),
+                (shell.sink.num_open(), {"side": "receive"}),
+            ),
+        )
+
+    # -- running ------------------------------------------------------------------------------
+
+    async def _keep_house(self, parts: Parts) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            parts.shell.sweep()
+
+    async def failed(self) -> str:
+        """Come back when the engine has died or another process has taken this worker's name."""
+        parts = self._parts
+        assert parts is not None
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            if not parts.engine.is_alive():
+                return "the engine thread has died or makes no progress"
+            if parts.lease.is_superseded:
+                return "a later process registered under this worker's name"
+
+    async def drain(self) -> None:
+        """Leave the routers' choice, then wait for open requests and lent blocks."""
+        assert self._parts is not None
+        self._parts.lease.set_state("draining")
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._parts.servicer.drain(self._config.worker.drain_s)
+
+    async def stop(self) -> None:
+        """End what is left with a code, then free everything."""
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+        if self._parts is not None:
+            await asyncio.to_thread(self._stop_threads, self._parts)
+        if self._server is not None:
+            await self._server.stop(grace=0.5)
+        if self._parts is not None:
+            self._parts.memory.close()
+
+    def _stop_threads(self, parts: Parts) -> None:
+        parts.lease.stop()
+        parts.shell.stop(STOP_THREADS_S)
+        parts.tracing.shutdown(1.0)
+        parts.metrics.shutdown()
+
+
+def _publish(lease: WorkerLease, delta: CacheDelta) -> None:
+    lease.publish(delta.added, delta.removed)
+
+
+def _block_readings(engine: EngineLoop) -> tuple[Reading, ...]:
+    load = engine.load()
+    return (
+        (load.blocks_in_use, {"state": "in_use"}),
+        (load.blocks_cached, {"state": "cached"}),
+        (load.blocks_free, {"state": "free"}),
+    )
+
+
+def _work_readings(engine: EngineLoop) -> tuple[Reading, ...]:
+    load = engine.load()
+    return (load.running, {"state": "running"}), (load.waiting, {"state": "waiting"})
+
+
+def _load_report(engine: EngineLoop) -> LoadReport:
+    load = engine.load()
+    return LoadReport(
+        queued_uncached_tokens=load.queued_uncached_tokens,
+        resident_tokens=load.resident_tokens,
+        kv_free=load.blocks_free + load.blocks_cached,
+        kv_total=load.blocks_total,
+        rate_tok_s=load.rate_tok_s,
+        tbt_a_us=load.tbt_a_us,
+        tbt_b_us=load.tbt_b_us,
+        running=load.running,
+        waiting=load.waiting,
+    )
