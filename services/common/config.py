@@ -129,8 +129,9 @@ class TransferSettings(Section):
         pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
     )
     max_open: int = setting(256, "transfers open at once per side", unit="transfers", gt=0)
-    curve_public_key_file: str = setting("", "CURVE public key of this worker, a file", public=True)
-    curve_secret_key_file: str = setting("", "CURVE secret key of this worker, a file", public=True)
+    curve_key_file: str = setting(
+        "", "CURVE key pair shared by the workers of one cluster, a file", public=True
+    )
     allow_plaintext_kv: bool = setting(
         False, "let KV cross other hosts' networks without encryption"
     )
@@ -204,14 +205,11 @@ class IsthmusConfig(Section):
     @model_validator(mode="after")
     def _check_kv_plane(self) -> Self:
         transfer = self.transfer
-        has_keys = bool(transfer.curve_public_key_file and transfer.curve_secret_key_file)
-        if bool(transfer.curve_public_key_file) != bool(transfer.curve_secret_key_file):
-            raise ValueError("transfer.curve_public_key_file and curve_secret_key_file go together")
         if not is_loopback(self.worker.bind_host):
-            if not (has_keys or transfer.allow_plaintext_kv):
+            if not (transfer.curve_key_file or transfer.allow_plaintext_kv):
                 raise ValueError(
-                    f"the worker would send KV from {self.worker.bind_host} unencrypted: set the "
-                    "transfer.curve_*_key_file pair, or transfer.allow_plaintext_kv: true"
+                    f"the worker would send KV from {self.worker.bind_host} unencrypted: set "
+                    "transfer.curve_key_file, or transfer.allow_plaintext_kv: true"
                 )
             if not self.auth.allow_plaintext:
                 raise ValueError(
