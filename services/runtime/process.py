@@ -43,7 +43,7 @@ class Child:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        self._argv = list(argv)
+        self.argv = list(argv)
         self._environ = dict(environ)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,7 +60,7 @@ class Child:
         log_fd = os.open(self.log_path, flags, 0o600)
         try:
             self._process = subprocess.Popen(
-                self._argv,
+                self.argv,
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,

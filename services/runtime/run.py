@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from services.common.errors import ConfigError, ModelFileError
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -40,6 +41,9 @@ def run_service(phases: Phases, *, drain_s: float, use_uvloop: bool = True) -> i
 
     The first signal drains. After it both signals have their default action, so that a second
     one ends the process at once, whatever the event loop is doing.
+
+    Raises:
+        ConfigError, ModelFileError: from `start`, after `stop`; the caller shows them to people.
     """
     with asyncio.Runner(loop_factory=_loop_factory(use_uvloop)) as runner:
         return runner.run(_run(phases, drain_s))
@@ -77,10 +81,9 @@ async def _run(phases: Phases, drain_s: float) -> int:
 async def _live(phases: Phases, stopping: asyncio.Event, drain_s: float) -> int:
     signalled: _Waiter = asyncio.ensure_future(stopping.wait())
     try:
-        started = await _start(phases, signalled)
-        if started is not None:
+        if not await _start(phases, signalled):
             await _stop(phases)
-            return started
+            return EXIT_OK if signalled.done() else EXIT_FAILED
         fault = await _until_signal_or_fault(phases, signalled)
         if fault is None:
             await _drain(phases, drain_s)
@@ -92,21 +95,24 @@ async def _live(phases: Phases, stopping: asyncio.Event, drain_s: float) -> int:
         signalled.cancel()
 
 
-async def _start(phases: Phases, signalled: _Waiter) -> int | None:
-    """Start; an exit status means that the service does not go on to serve."""
+async def _start(phases: Phases, signalled: _Waiter) -> bool:
+    """Start; False = the service does not go on to serve."""
     starting: _Waiter = asyncio.ensure_future(_await(phases.start()))
     await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # a signal while starting: there is nothing to drain
         starting.cancel()
         await asyncio.wait({starting}, timeout=_STOP_LIMIT_S)
-        return EXIT_OK
-    error = starting.exception()
-    if error is not None:
-        # The type only in the field: run_service's caller prints messages meant for people.
-        log.error("service.start_failed", error=f"{type(error).__name__}: {error}")
-        return EXIT_FAILED
+        return False
+    try:
+        starting.result()
+    except (ConfigError, ModelFileError):
+        await _stop(phases)
+        raise
+    except Exception:
+        log.exception("service.start_failed")
+        return False
     log.info("service.ready")
-    return None
+    return True
 
 
 async def _until_signal_or_fault(phases: Phases, signalled: _Waiter) -> str | None:

@@ -1,0 +1,111 @@
+"""The `isthmus` command. Modules behind a command load when it runs: `--help` stays quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from services.cli import (
+    bench,
+    chat,
+    config_command,
+    doctor,
+    exits,
+    key,
+    model,
+    serve,
+    status,
+    up,
+)
+
+app = typer.Typer(
+    name="isthmus",
+    help="Serve language models from separate prefill and decode pools.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts
+)
+app.command("up")(up.up)
+app.command("router")(serve.router)
+app.command("worker")(serve.worker)
+app.command("status")(status.status)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.add_typer(model.app, name="model")
+app.add_typer(key.app, name="key")
+app.add_typer(config_command.app, name="config")
+app.add_typer(bench.app, name="bench")
+
+
+@app.command()
+def version(
+    short: Annotated[bool, typer.Option("--short", help="Print the number only.")] = False,
+) -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    number = installed("isthmus")
+    typer.echo(number if short else f"isthmus {number} (Python {sys.version.split()[0]})")
+
+
+def main() -> None:
+    """Run the command; faults people can mend end with one line, not a traceback."""
+    sys.exit(run())
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run with the given arguments and return the exit status."""
+    from services.runtime.process import die_with_parent
+
+    if not die_with_parent(os.environ):
+        return exits.FAILED
+    try:
+        result = app(arguments, standalone_mode=False)
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except Exception as error:
+        status_code = _explain(error)
+        if status_code is None:
+            raise
+        return status_code
+    return result if isinstance(result, int) else exits.OK
+
+
+def _explain(error: Exception) -> int | None:
+    """Print a fault in plain words; None = a fault of ours, which deserves its traceback."""
+    shown = _usage_error(error)
+    if shown is not None:
+        return shown
+    from services.common.errors import ConfigError, ModelFileError, StoreUnavailable
+
+    kinds: tuple[tuple[type[Exception], str, int], ...] = (
+        (ConfigError, "configuration", exits.USAGE),
+        (ModelFileError, "model", exits.MODEL),
+        (StoreUnavailable, "store", exits.STORE),
+    )
+    for kind, word, status_code in kinds:
+        if isinstance(error, kind):
+            typer.echo(f"isthmus: {word}: {error}", err=True)
+            return status_code
+    return None
+
+
+def _usage_error(error: Exception) -> int | None:
+    """Typer's own faults: wrong flags, aborts."""
+    show = getattr(error, "show", None)
+    code = getattr(error, "exit_code", None)
+    if isinstance(error, typer.Abort):
+        return exits.INTERRUPTED
+    if isinstance(error, typer.Exit):
+        return int(error.exit_code)
+    if callable(show) and isinstance(code, int):
+        show()
+        return code
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What every command does first: find the configuration file, lay flags over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.common.config import IsthmusConfig
+
+CONFIG_VARIABLE = "ISTHMUS_CONFIG"
+DEFAULT_FILE = Path("isthmus.yaml")
+
+
+def find_config(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The file to read: the flag, $ISTHMUS_CONFIG, ./isthmus.yaml, or none."""
+    if path is not None:
+        return path
+    if environ.get(CONFIG_VARIABLE):
+        return Path(environ[CONFIG_VARIABLE])
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def load(path: Path | None, overrides: Mapping[str, object]) -> IsthmusConfig:
+    """Load the configuration for a command; raises ConfigError."""
+    from services.common.config import load_config
+
+    return load_config(find_config(path, os.environ), os.environ, overrides)

@@ -1,0 +1,149 @@
+"""One supervised process: a pure state machine, and the thin shell that acts on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.cli import exits
+from services.cli.probe import HealthProbe
+from services.cli.up_plan import PlannedProcess
+from services.runtime.process import Child, GiveUp, RestartPolicy, describe_status
+
+STARTING = "starting"
+READY = "ready"
+UNREADY = "unready"  # runs, but its health service does not say SERVING
+WAITING = "waiting"  # died; starts again soon
+FAILED = "failed"  # died too often
+STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class UnitState:
+    """What is known of a process and what to do next. Pure: told facts, returns "spawn"?"""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    state: str = STOPPED
+    reason: str = ""
+    num_restarts: int = 0
+    _restart_at: float = 0.0
+
+    def spawned(self) -> None:
+        """A life began."""
+        self.state, self.reason = STARTING, ""
+
+    def observe(self, now: float, exit_status: int | None, is_serving: bool | None) -> bool:
+        """Take in what was seen; True = start the process now.
+
+        Args:
+            now: monotonic seconds.
+            exit_status: of the current life, None while it runs.
+            is_serving: the last answer of its health service, None = no answer yet.
+        """
+        if self.state in (FAILED, STOPPED):
+            return False
+        if self.state == WAITING:
+            if now < self._restart_at:
+                return False
+            self.num_restarts += 1
+            return True
+        if exit_status is not None:
+            self._died(now, exit_status)
+        elif is_serving:
+            if self.state != READY:
+                self.policy.ready(now)
+                self.state, self.reason = READY, ""
+        elif self.state == READY and is_serving is False:
+            self.state, self.reason = UNREADY, "its health service does not answer SERVING"
+        return False
+
+    def _died(self, now: float, exit_status: int) -> None:
+        if exit_status == exits.USAGE:  # a wrong configuration stays wrong
+            self.state, self.reason = FAILED, describe_status(exit_status)
+            return
+        decision = self.policy.ended(now, exit_status)
+        self.reason = decision.reason
+        if isinstance(decision, GiveUp):
+            self.state = FAILED
+        else:
+            self.state, self._restart_at = WAITING, now + decision.delay_s
+
+    def stopped(self) -> None:
+        """The process was asked to end, and did."""
+        self.state = STOPPED
+
+
+class Unit:
+    """A router or worker process with its ports, log and health."""
+
+    def __init__(
+        self,
+        plan: PlannedProcess,
+        make_command: Callable[[PlannedProcess, int, int], list[str]],
+        environ: Mapping[str, str],
+        log_dir: Path,
+    ) -> None:
+        self.plan = plan
+        self.state = UnitState()
+        self.grpc_port = 0
+        self.http_port = 0
+        self.child: Child = Child(plan.name, [], environ, log_dir / f"{plan.name}.log")
+        self._make_command = make_command
+        self._probe: HealthProbe | None = None
+
+    @property
+    def grpc(self) -> str:
+        """Address of its gRPC server."""
+        return f"{self.plan.grpc_host}:{self.grpc_port}"
+
+    @property
+    def http(self) -> str:
+        """Address of its HTTP front door, empty for workers."""
+        return f"{self.plan.http_host}:{self.http_port}" if self.plan.role == "router" else ""
+
+    def spawn(self) -> None:
+        """Start a life; ports nobody asked for by number are drawn anew."""
+        self.close_probe()
+        self.grpc_port = self.plan.grpc_port or free_port(self.plan.grpc_host)
+        if self.plan.role == "router":
+            self.http_port = self.plan.http_port or free_port(self.plan.http_host)
+        self.child.argv = self._make_command(self.plan, self.grpc_port, self.http_port)
+        self.child.spawn()
+        self.state.spawned()
+        self._probe = HealthProbe(self.grpc)
+
+    def tick(self, now: float) -> bool:
+        """Look at the process, start it again when due; True = something changed."""
+        before = (self.state.state, self.state.reason)
+        serving = None if self._probe is None else self._probe.poll(now)
+        if self.state.observe(now, self.child.poll(), serving):
+            self.spawn()
+        return before != (self.state.state, self.state.reason)
+
+    def close_probe(self) -> None:
+        """Let go of the channel."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
+def free_port(host: str) -> int:
+    """Draw a port that is free at this moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether nobody listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,226 @@
+"""`isthmus up`: a whole cluster on this machine, from one command."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli import settings
+from services.cli.progress import Progress
+from services.cli.serve import ConfigFile, LogLevel, Mode, ModelName, StoreUrl
+
+if TYPE_CHECKING:
+    from services.cli.store_unit import StoreUnit
+    from services.cli.supervisor import Supervisor
+    from services.cli.unit import Unit
+    from services.cli.up_plan import Counts, PlannedProcess
+    from services.cli.up_view import View
+    from services.common.config import IsthmusConfig
+
+_START_TIMEOUT_S = 150.0
+
+
+def up(
+    config: ConfigFile = None,
+    model: ModelName = None,
+    routers: Annotated[int, typer.Option(min=1, max=16, help="Routers to start.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, max=64, help="Prefill workers to start.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, max=64, help="Decode workers to start.")] = 1,
+    redis: StoreUrl = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads per worker; default: cores / workers.")
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="First gRPC port; 0 = any free.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="First HTTP port; 0 = any free.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda (untested).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks per worker.")] = None,
+    force_mode: Annotated[Mode | None, typer.Option(help="Mode of every request.")] = None,
+    json_status: Annotated[
+        Path | None, typer.Option(help="Keep pids, roles, ports and states in this file.")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the processes' logs here.")] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until everything must be ready.")
+    ] = _START_TIMEOUT_S,
+    log_level: LogLevel = None,
+) -> int:
+    """Start a store, routers and workers on this machine; Ctrl-C stops all of them."""
+    loaded = settings.load(
+        config,
+        {
+            "model.name": model,
+            "store.url": redis,
+            "router.grpc_port": grpc_port,
+            "router.http_port": http_port,
+            "router.force_mode": None if force_mode is None else force_mode.value,
+            "worker.device": device,
+            "worker.dtype": dtype,
+            "worker.threads": threads,
+            "worker.num_blocks": num_blocks,
+            "telemetry.log_level": log_level,
+        },
+    )
+    from services.cli.up_plan import Counts
+
+    counts = Counts(routers, prefill, decode)
+    if not counts.workers:
+        raise typer.BadParameter("at least one worker is needed: --prefill or --decode")
+    from services.runtime.runtime_dir import RuntimeDir
+
+    signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes the signals over
+    runtime_dir = RuntimeDir.create(os.environ)
+    try:
+        run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
+        return run.supervisor().run(start_timeout)
+    finally:
+        runtime_dir.remove()
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class _Run:
+    """Everything one `isthmus up` puts together before its supervisor starts."""
+
+    def __init__(
+        self,
+        config: IsthmusConfig,
+        counts: Counts,
+        runtime_dir: Path,
+        json_status: Path | None,
+        log_dir: Path | None,
+    ) -> None:
+        self._config = config
+        self._counts = counts
+        self._runtime_dir = runtime_dir
+        self._json_status = json_status
+        self._log_dir = log_dir if log_dir is not None else runtime_dir / "logs"
+        self._config_path = runtime_dir / "isthmus.yaml"
+
+    def supervisor(self) -> Supervisor:
+        """Resolve the model, start the store, plan the processes."""
+        from services.cli.status_file import StatusFile
+        from services.cli.supervisor import Supervisor
+        from services.common.clock import SystemClock
+
+        model_dir = resolve_model(self._config)
+        plans = self._plan()
+        _check_ports(plans)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        store = self._start_store()
+        self._write_config(store.url, model_dir)
+        clock = SystemClock()
+        facts: dict[str, object] = {
+            "pid": os.getpid(),
+            "model": self._config.model.served_name or model_dir.name,
+            "runtime_dir": str(self._runtime_dir),
+            "log_dir": str(self._log_dir),
+            "started_unix_ms": clock.unix_ms(),
+        }
+        return Supervisor(
+            units=[self._unit(plan) for plan in plans],
+            store=store,
+            status_file=StatusFile(self._json_status),
+            view=self._view(),
+            clock=clock,
+            describe=lambda: facts,
+            drain_s=max(self._config.router.drain_s, self._config.worker.drain_s),
+        )
+
+    def _plan(self) -> tuple[PlannedProcess, ...]:
+        from services.cli.up_plan import FrontDoors, plan_processes
+        from services.runtime.threads import available_cores, default_threads
+
+        router = self._config.router
+        return plan_processes(
+            self._counts,
+            FrontDoors(router.grpc_host, router.grpc_port, router.http_host, router.http_port),
+            threads=self._config.worker.threads
+            or default_threads(available_cores(), self._counts.workers),
+            runtime_dir=self._runtime_dir,
+            # Workers of another machine may have the same store: names must not meet.
+            tag=f"-{secrets.token_hex(3)}" if self._has_foreign_store else "",
+        )
+
+    @property
+    def _has_foreign_store(self) -> bool:
+        """Whether flag, environment or file name a store of the user's own."""
+        return "url" in self._config.store.model_fields_set
+
+    def _start_store(self) -> StoreUnit:
+        from services.cli.store_unit import StoreUnit
+
+        if self._has_foreign_store:
+            url = self._config.store.url.get_secret_value()
+            return StoreUnit.external(url, self._runtime_dir)
+        return StoreUnit.start(self._runtime_dir)
+
+    def _write_config(self, store_url: str, model_dir: Path) -> None:
+        """Give the children one file; it is private because the address may hold a password."""
+        from pydantic import SecretStr
+
+        from services.common.config_source import dump_yaml
+
+        config = self._config.model_copy(
+            update={
+                "store": self._config.store.model_copy(update={"url": SecretStr(store_url)}),
+                "model": self._config.model.model_copy(update={"name": str(model_dir)}),
+            }
+        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(self._config_path, flags, 0o600), "w") as file:
+            file.write(dump_yaml(config))
+
+    def _unit(self, plan: PlannedProcess) -> Unit:
+        from services.cli.unit import Unit
+
+        if plan.role != "router":
+            (self._runtime_dir / f"{plan.role}-{plan.name.split('-')[1]}").mkdir(mode=0o700)
+        return Unit(plan, self._command, _child_environ(os.environ), self._log_dir)
+
+    def _command(self, plan: PlannedProcess, grpc_port: int, http_port: int) -> list[str]:
+        return plan.command(sys.executable, self._config_path, grpc_port, http_port)
+
+    def _view(self) -> View:
+        from services.cli.up_view import LiveView, PlainView
+
+        if sys.stdout.isatty():
+            return LiveView(str(self._log_dir))
+        return PlainView(sys.stdout, str(self._log_dir))
+
+
+def resolve_model(config: IsthmusConfig) -> Path:
+    """Turn the configured model into a directory processes can load, telling what happens."""
+    from services.models.catalog import resolve
+
+    cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else None
+    return resolve(config.model.name, cache_dir, progress=Progress())
+
+
+def _check_ports(plans: Sequence[PlannedProcess]) -> None:
+    from services.cli.unit import is_port_free
+    from services.cli.up_plan import fixed_ports
+    from services.common.errors import ConfigError
+
+    for host, port, flag in fixed_ports(plans):
+        if not is_port_free(host, port):
+            raise ConfigError(f"port {port} on {host} is in use: choose another with {flag}")
+
+
+def _child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without settings: the children's file holds all of them, merged."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name != settings.CONFIG_VARIABLE and not (name.startswith("ISTHMUS_") and "__" in name)
+    }

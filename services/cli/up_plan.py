@@ -1,0 +1,113 @@
+"""What `isthmus up` starts: one entry per process, decided before anything runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many processes of each kind."""
+
+    routers: int
+    prefill: int
+    decode: int
+
+    @property
+    def workers(self) -> int:
+        """Processes that compute."""
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoors:
+    """Where the first router listens; further routers take the next ports. 0 = any free."""
+
+    grpc_host: str
+    grpc_port: int
+    http_host: str
+    http_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One router or worker: its flags without ports, and which ports it wants."""
+
+    name: str
+    role: str  # "router" | "prefill" | "decode"
+    arguments: tuple[str, ...]
+    grpc_host: str
+    grpc_port: int  # 0 = any free, chosen at every start
+    http_host: str = ""
+    http_port: int = 0
+
+    def command(self, python: str, config_path: Path, grpc_port: int, http_port: int) -> list[str]:
+        """The command line with the ports filled in."""
+        kind = "router" if self.role == "router" else "worker"
+        argv = [python, "-P", "-m", "services.cli.main", kind, "--config", str(config_path)]
+        argv += [*self.arguments, "--grpc-port", str(grpc_port)]
+        return [*argv, "--http-port", str(http_port)] if kind == "router" else argv
+
+
+def plan_processes(
+    counts: Counts, doors: FrontDoors, *, threads: int, runtime_dir: Path, tag: str
+) -> tuple[PlannedProcess, ...]:
+    """Name every process and give it its flags.
+
+    Args:
+        counts: how many of each.
+        doors: addresses of the first router.
+        threads: compute threads of each worker.
+        runtime_dir: every worker gets a directory of its own below it.
+        tag: appended to worker names when other machines share the store; may be empty.
+    """
+    return (
+        *_workers("prefill", counts.prefill, threads, runtime_dir, tag),
+        *_workers("decode", counts.decode, threads, runtime_dir, tag),
+        *(_router(index, doors, tag) for index in range(counts.routers)),
+    )
+
+
+def _workers(
+    role: str, count: int, threads: int, runtime_dir: Path, tag: str
+) -> Iterator[PlannedProcess]:
+    for index in range(count):
+        name = f"{role}-{index}{tag}"
+        yield PlannedProcess(
+            name=name,
+            role=role,
+            arguments=(
+                *("--role", role, "--worker-id", name, "--threads", str(threads)),
+                *("--bind-host", LOOPBACK, "--runtime-dir", str(runtime_dir / f"{role}-{index}")),
+            ),
+            grpc_host=LOOPBACK,
+            grpc_port=0,
+        )
+
+
+def _router(index: int, doors: FrontDoors, tag: str) -> PlannedProcess:
+    name = f"router-{index}{tag}"
+    return PlannedProcess(
+        name=name,
+        role="router",
+        arguments=("--router-id", name),
+        grpc_host=doors.grpc_host,
+        grpc_port=doors.grpc_port + index if doors.grpc_port else 0,
+        http_host=doors.http_host,
+        http_port=doors.http_port + index if doors.http_port else 0,
+    )
+
+
+def fixed_ports(processes: Sequence[PlannedProcess]) -> tuple[tuple[str, int, str], ...]:
+    """(host, port, flag) of every port that was asked for by number."""
+    wanted = []
+    for process in processes:
+        if process.grpc_port:
+            wanted.append((process.grpc_host, process.grpc_port, "--grpc-port"))
+        if process.http_port:
+            wanted.append((process.http_host, process.http_port, "--http-port"))
+    return tuple(wanted)

@@ -1,0 +1,239 @@
+"""What `isthmus up` shows: a table kept up to date on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+import grpc
+
+from services.cli.unit import READY, Unit
+from services.pb import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_REFRESH_S = 1.0
+_STATUS_TIMEOUT_S = 0.8
+_TAIL_LINES = 12
+
+
+class View(Protocol):
+    """What the supervisor tells people."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def changed(self, unit: Unit) -> None:
+        """A process changed its state."""
+        ...
+
+    def announce(self, units: Sequence[Unit]) -> None:
+        """Everything is ready."""
+        ...
+
+    def failed(self, units: Sequence[Unit]) -> None:
+        """The start failed because of these."""
+        ...
+
+    def refresh(self, now: float, units: Sequence[Unit]) -> None:
+        """Time passed."""
+        ...
+
+
+class PlainView:
+    """One line for every change."""
+
+    def __init__(self, out: TextIO, log_dir: str) -> None:
+        self._out = out
+        self._log_dir = log_dir
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._out.flush()
+
+    def _say(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+
+    def changed(self, unit: Unit) -> None:
+        """Print the new state."""
+        self._say(describe_change(unit))
+
+    def announce(self, units: Sequence[Unit]) -> None:
+        """Print the addresses."""
+        for line in endpoint_lines(units):
+            self._say(line)
+        self._say("ready; Ctrl-C stops everything")
+
+    def failed(self, units: Sequence[Unit]) -> None:
+        """Quote the logs of what failed."""
+        for line in failure_lines(units, self._log_dir):
+            self._say(line)
+
+    def refresh(self, now: float, units: Sequence[Unit]) -> None:
+        """Nothing: lines come with changes only."""
+
+
+class LiveView:
+    """A table redrawn once a second, with figures read from the workers."""
+
+    def __init__(self, log_dir: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        # No refresh thread: the supervisor forks, and its loop calls refresh() anyway.
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._log_dir = log_dir
+        self._figures = WorkerFigures()
+        self._next_at = 0.0
+        self._is_ready = False
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+        self._figures.close()
+
+    def changed(self, unit: Unit) -> None:
+        """Redraw at the next tick."""
+        self._next_at = 0.0
+        if unit.state.reason:
+            self._console.print(describe_change(unit), style="yellow", highlight=False)
+
+    def announce(self, units: Sequence[Unit]) -> None:
+        """Print the addresses above the table."""
+        for line in endpoint_lines(units):
+            self._console.print(line, highlight=False)
+        self._is_ready = True
+
+    def failed(self, units: Sequence[Unit]) -> None:
+        """Quote the logs of what failed."""
+        for line in failure_lines(units, self._log_dir):
+            self._console.print(line, style="red", highlight=False, markup=False)
+
+    def refresh(self, now: float, units: Sequence[Unit]) -> None:
+        """Redraw once a second."""
+        if now >= self._next_at:
+            self._next_at = now + _REFRESH_S
+            self._figures.poll(units)
+            self._live.update(self._table(units), refresh=True)
+
+    def _table(self, units: Sequence[Unit]) -> Table:
+        from rich.table import Table
+
+        title = "ready; Ctrl-C stops everything" if self._is_ready else "starting"
+        table = Table(title=title, title_justify="left")
+        for column in ("process", "state", "pid", "address", "requests", "KV blocks", "restarts"):
+            table.add_column(column)
+        for unit in units:
+            colour = "green" if unit.state.state == READY else "yellow"
+            requests, blocks = self._figures.cells(unit)
+            table.add_row(
+                unit.plan.name,
+                f"[{colour}]{unit.state.state}[/]",
+                str(unit.child.pid or ""),
+                unit.http or unit.grpc,
+                requests,
+                blocks,
+                str(unit.state.num_restarts),
+            )
+        return table
+
+
+class WorkerFigures:
+    """Last counters of every worker, asked for without waiting."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.Channel] = {}
+        self._calls: dict[str, grpc.Future[worker_pb2.StatusResponse]] = {}
+        self._last: dict[str, worker_pb2.StatusResponse] = {}
+
+    def poll(self, units: Sequence[Unit]) -> None:
+        """Collect answers, ask again."""
+        for unit in units:
+            if unit.plan.role == "router":
+                continue
+            call = self._calls.get(unit.grpc)
+            if call is not None and not call.done():
+                continue
+            if call is not None:
+                self._collect(unit.grpc, call)
+            if unit.state.state == READY:
+                self._ask(unit.grpc)
+
+    def _ask(self, address: str) -> None:
+        if address not in self._channels:
+            self._channels[address] = grpc.insecure_channel(address)
+        stub = worker_pb2_grpc.WorkerStub(self._channels[address])
+        request = worker_pb2.StatusRequest()
+        self._calls[address] = stub.Status.future(request, timeout=_STATUS_TIMEOUT_S)
+
+    def _collect(self, address: str, call: grpc.Future[worker_pb2.StatusResponse]) -> None:
+        try:
+            self._last[address] = call.result(timeout=0)
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            self._last.pop(address, None)  # shown as unknown; its state says why
+            self._channels.pop(address).close()
+
+    def cells(self, unit: Unit) -> tuple[str, str]:
+        """Open requests and blocks in use, as text."""
+        last = self._last.get(unit.grpc)
+        if last is None:
+            return "", ""
+        return str(last.requests_open), f"{last.blocks_in_use}/{last.blocks_total}"
+
+    def close(self) -> None:
+        """Close every channel."""
+        for channel in self._channels.values():
+            channel.close()
+
+
+def describe_change(unit: Unit) -> str:
+    """One line about a process's new state."""
+    place = f"pid {unit.child.pid}, {unit.grpc}" if unit.state.state == READY else ""
+    details = "; ".join(part for part in (place, unit.state.reason) if part)
+    return f"{unit.plan.name}: {unit.state.state}" + (f" ({details})" if details else "")
+
+
+def endpoint_lines(units: Sequence[Unit]) -> list[str]:
+    """Addresses clients use."""
+    lines = []
+    for unit in units:
+        if unit.plan.role == "router":
+            lines.append(f"OpenAI API   http://{unit.http}/v1")
+            lines.append(f"gRPC         {unit.grpc}")
+    return lines
+
+
+def failure_lines(units: Sequence[Unit], log_dir: str) -> list[str]:
+    """Why the start failed, with the last lines of the logs concerned."""
+    lines = []
+    for unit in units:
+        reason = unit.state.reason or "not ready in time"
+        lines.append(f"{unit.plan.name}: {unit.state.state}: {reason}; the last lines of its log:")
+        lines += [f"    {line}" for line in unit.child.tail(_TAIL_LINES)] or ["    (empty)"]
+    lines.append(f"logs: {log_dir} (removed at exit unless --log-dir was given)")
+    return lines
