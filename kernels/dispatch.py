@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,14 +39,25 @@ def cpu_kernels(tensor: Tensor) -> CpuKernels | None:
 
 def triton_kernels(tensor: Tensor) -> AttentionKernels | None:
     """Return the Triton launchers if `tensor` is on a CUDA device and Triton is installed."""
-    return None
+    return _load_triton() if tensor.device.type == "cuda" else None
+
+
+@functools.cache
+def _load_triton() -> AttentionKernels | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from kernels.triton_impl.attention import TritonKernels
+
+    return TritonKernels()
 
 
 def describe(device: torch.device | str) -> str:
     """Say in one line which path serves ops on `device`, and why if it is not the fast one."""
     kind = torch.device(device).type
+    if kind == "cuda" and _load_triton() is not None:
+        return "Triton attention, torch for the rest"
     if kind != "cpu":
-        return "plain torch reference"
+        return f"plain torch reference ({kind} needs the triton package)"
     usable, reason = library.available()
     return reason if usable else f"plain torch reference ({reason})"
 
