@@ -1,0 +1,144 @@
+"""Blocks of sequences: taking, growing, sealing, forking and giving back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from services.common.errors import BlocksExhausted
+from services.common.ids import BlockId
+from services.engine.request import Sequence
+from services.kv.block_pool import BlockPool
+
+
+class BlockContent(Protocol):
+    """What must happen to the bytes when blocks change hands; called on the engine thread."""
+
+    def seal(self, block_id: BlockId) -> None:
+        """Store the digests of a full block, before its generation says it is stable."""
+        ...
+
+    def freeze(self, block_id: BlockId) -> None:
+        """Make a partial block readable by the sender, before its generation says so."""
+        ...
+
+    def copy(self, src: BlockId, dst: BlockId) -> None:
+        """Copy a block."""
+        ...
+
+    def fetch(self, block_ids: Seq[BlockId]) -> None:
+        """Make blocks the receiver wrote readable by the model."""
+        ...
+
+
+class Residency:
+    """Moves blocks between the pool and block tables; knows no request states."""
+
+    def __init__(self, pool: BlockPool, content: BlockContent, block_size: int) -> None:
+        self.pool = pool
+        self._content = content
+        self._block_size = block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def cached_prefix(self, seq: Sequence) -> tuple[BlockId, ...]:
+        """Cached blocks this sequence could share when it is computed here.
+
+        At least the last known token is left to compute: its logits are wanted, and a shared
+        block is never written.
+        """
+        limit = (seq.num_tokens - 1) // self._block_size
+        return self.pool.cache.match(seq.known_hashes()[:limit])
+
+    def cost(self, seq: Sequence, cached: Seq[BlockId]) -> int:
+        """Blocks `take` would remove from those available."""
+        fresh = self.blocks_for(seq.num_tokens) - len(cached)
+        return fresh + self.pool.num_evictable(cached)
+
+    def take(self, seq: Sequence, cached: Seq[BlockId]) -> None:
+        """Give a sequence without blocks all it needs for its known tokens."""
+        assert not len(seq.table)
+        fresh = self.blocks_for(seq.num_tokens) - len(cached)
+        self.share(seq, cached)
+        try:
+            blocks = self.pool.allocate(fresh, after=cached[-1] if cached else None)
+        except BlocksExhausted:
+            self.release(seq)
+            raise
+        for block_id in blocks:
+            seq.table.append(block_id)
+
+    def share(self, seq: Sequence, cached: Seq[BlockId]) -> None:
+        """Reference cached blocks as the beginning of an empty table."""
+        self.pool.incref(cached)
+        for block_id in cached:
+            seq.table.append(block_id)
+        seq.num_sealed = len(cached)
+        seq.num_computed = len(cached) * self._block_size
+
+    def extend(self, seq: Sequence, num_blocks: int) -> tuple[BlockId, ...]:
+        """Append fresh blocks, or raise BlocksExhausted."""
+        last = seq.table[-1] if len(seq.table) else None
+        blocks = self.pool.allocate(num_blocks, after=last)
+        for block_id in blocks:
+            seq.table.append(block_id)
+        return blocks
+
+    def release(self, seq: Sequence) -> None:
+        """Give all blocks back; sealed ones stay cached until evicted."""
+        self.pool.decref(seq.table.block_ids)
+        seq.table = type(seq.table)(self._block_size)
+        seq.num_computed = 0
+        seq.num_sealed = 0
+
+    def seal_computed(self, seq: Sequence) -> None:
+        """Seal every block whose tokens are all computed, in order."""
+        while (seq.num_sealed + 1) * self._block_size <= seq.num_computed:
+            self._seal_next(seq, is_received=False)
+
+    def seal_received(self, seq: Sequence, written: Seq[BlockId]) -> None:
+        """Take over blocks the receiver wrote; it has stored the digests of the full ones."""
+        self._content.fetch(written)
+        seq.num_computed = len(seq.prompt)
+        while (seq.num_sealed + 1) * self._block_size <= seq.num_computed:
+            self._seal_next(seq, is_received=True)
+
+    def _seal_next(self, seq: Sequence, *, is_received: bool) -> None:
+        idx = seq.num_sealed
+        block_id, block_hash = seq.table[idx], seq.block_hash(idx)
+        if not is_received and self.pool.cache.get(block_hash) is None:
+            self._content.seal(block_id)
+        kept = self.pool.seal(block_id, block_hash, seq.parent_hash(idx))
+        if kept != block_id:
+            # Another sequence computed the same content first: share its block, so that the
+            # chain stays one chain in the cache. Nobody was told of ours yet.
+            seq.table.replace(idx, kept)
+        seq.num_sealed += 1
+
+    def freeze_tail(self, seq: Sequence) -> tuple[BlockId | None, int]:
+        """Freeze the partial last block; return it and its valid tokens, or (None, 0)."""
+        valid = seq.num_computed % self._block_size
+        if not valid:
+            return None, 0
+        block_id = seq.table[seq.num_computed // self._block_size]
+        self._content.freeze(block_id)
+        self.pool.freeze(block_id)
+        return block_id, valid
+
+    def fork(self, trunk: Sequence, child: Sequence) -> bool:
+        """Share the trunk's full blocks with `child` and copy the partial one.
+
+        Returns False, with nothing taken, when no block is left for the copy.
+        """
+        num_full = trunk.num_computed // self._block_size
+        has_tail = trunk.num_computed % self._block_size != 0
+        if has_tail and not self.pool.num_available:
+            return False
+        self.share(child, trunk.table.block_ids[:num_full])
+        if has_tail:
+            (copy,) = self.extend(child, 1)
+            self._content.copy(trunk.table[num_full], copy)
+        child.num_computed = trunk.num_computed
+        return True

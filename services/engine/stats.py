@@ -1,0 +1,106 @@
+"""What an engine learns of itself: rates, step times, output lengths. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+_WARMUP_STEPS = 2  # first steps compile, fault pages in and fill caches: no measure of anything
+_ALPHA = 0.2
+_FORGET = 0.98  # weight of a step against the one after it, in the line fit
+_MIN_PREFILL_TOKENS = 8  # smaller chunks measure the step's fixed cost
+_LENGTHS_KEPT = 256
+_LENGTHS_MIN = 16
+_LENGTH_QUANTILE = 0.7
+_UNKNOWN_LENGTH = 64
+
+
+@dataclass(slots=True)
+class Ewma:
+    """Exponentially weighted mean; None before the first sample."""
+
+    alpha: float = _ALPHA
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Take one sample."""
+        if self.value is None:
+            self.value = sample
+        else:
+            self.value += self.alpha * (sample - self.value)
+
+
+class LineFit:
+    """Least squares y = a + b x over recent samples, older ones weigh less; b is never negative."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # w, wx, wy, wxx, wxy
+
+    def add(self, x: float, y: float) -> None:
+        """Take one sample."""
+        new = (1.0, x, y, x * x, x * y)
+        self._sums = [old * _FORGET + value for old, value in zip(self._sums, new, strict=True)]
+
+    def line(self) -> tuple[float, float]:
+        """Return (a, b); (0, 0) before the first sample."""
+        w, wx, wy, wxx, wxy = self._sums
+        if not w:
+            return 0.0, 0.0
+        spread = w * wxx - wx * wx
+        slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 0.0
+        slope = max(slope, 0.0)
+        return max((wy - slope * wx) / w, 0.0), slope
+
+
+class EngineStats:
+    """Running estimates from finished steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self._prefill_rate = Ewma()
+        self._step_s = Ewma()
+        self._decode_us = LineFit()
+        self._lengths: deque[int] = deque(maxlen=_LENGTHS_KEPT)
+        self._usual_length = _UNKNOWN_LENGTH
+
+    def step_done(
+        self, *, elapsed_s: float, num_prefill: int, num_decode: int, resident_tokens: int
+    ) -> None:
+        """Learn from one step of `num_prefill` prompt tokens and `num_decode` decodes."""
+        self.steps += 1
+        if self.steps <= _WARMUP_STEPS or elapsed_s <= 0:
+            return
+        self._step_s.add(elapsed_s)
+        if not num_prefill:
+            self._decode_us.add(float(resident_tokens), elapsed_s * 1e6)
+        elif num_prefill >= _MIN_PREFILL_TOKENS:
+            # What decodes of the same step cost is known from steps without prefill.
+            a, b = self._decode_us.line() if num_decode else (0.0, 0.0)
+            own_s = max(elapsed_s - (a + b * resident_tokens) / 1e6, 0.2 * elapsed_s)
+            self._prefill_rate.add(num_prefill / own_s)
+
+    def ended(self, num_generated: int) -> None:
+        """Learn one output length."""
+        self._lengths.append(num_generated)
+        if len(self._lengths) >= _LENGTHS_MIN:
+            ordered = sorted(self._lengths)
+            self._usual_length = ordered[int(_LENGTH_QUANTILE * (len(ordered) - 1))]
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        """Observed prefill rate; None until it is known."""
+        return self._prefill_rate.value
+
+    @property
+    def step_s(self) -> float | None:
+        """Usual time of a step; None until it is known."""
+        return self._step_s.value
+
+    def decode_line_us(self) -> tuple[float, float]:
+        """Time of a decode step: a + b x resident tokens, microseconds."""
+        return self._decode_us.line()
+
+    def expected_length(self, max_tokens: int) -> int:
+        """Output tokens to make room for: a quantile of what was seen, at most max_tokens."""
+        return min(max_tokens, self._usual_length)
