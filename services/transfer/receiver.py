@@ -62,6 +62,7 @@ class ReceiverPolicy:
     max_transfer_s: float
     stall_timeout_s: float
     max_nacks: int
+    window_s: float  # time a full window of other transfers' data may take before ours
     open_retry_s: float = 0.5
     close_retry_s: float = 0.25
     close_tries: int = 4
@@ -213,6 +214,7 @@ class ReceiverTransfer:
         self._retry_at = now
         self._transfer_deadline = now + policy.max_transfer_s
         self._progress_at = now
+        self._stall_base = now
         self._tries = 0
         self._ended = False
 
@@ -448,15 +450,16 @@ class ReceiverTransfer:
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._retry_at
         if self.state is ReceiverState.PULLING:
-            stall_at = self._progress_at + self._policy.stall_timeout_s
+            base = max(self._progress_at, self._stall_base)
+            stall_at = base + self._policy.stall_timeout_s
             return min(self._transfer_deadline, stall_at)
         times = [self._transfer_deadline, self._phase_deadline]
         if self.state is ReceiverState.OPENING:
             times.append(self._retry_at)
         return min(times)
 
-    def on_time(self, now: float) -> list[ReceiverAction]:
-        """Do what is due."""
+    def on_time(self, now: float, link_progress_at: float = 0.0) -> list[ReceiverAction]:
+        """Do what is due; data of other transfers on the same link is a sign of progress too."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._repeat_close(now)
         if self.state not in _LIVE:
@@ -464,7 +467,7 @@ class ReceiverTransfer:
         if now >= self._transfer_deadline:
             return self._fail("handoff_failed", "the handoff took longer than its limit", True)
         if self.state is ReceiverState.PULLING:
-            return self._on_stall_check(now)
+            return self._on_stall_check(now, link_progress_at)
         if now >= self._phase_deadline:
             waits_for = {
                 ReceiverState.CONNECTING: "no connection to the prefill worker",
@@ -476,10 +479,12 @@ class ReceiverTransfer:
             return [self._open(now)]
         return []
 
-    def _on_stall_check(self, now: float) -> list[ReceiverAction]:
-        if now - self._progress_at < self._policy.stall_timeout_s:
+    def _on_stall_check(self, now: float, link_progress_at: float) -> list[ReceiverAction]:
+        latest = max(self._progress_at, min(link_progress_at, self._window_end()))
+        if now - latest < self._policy.stall_timeout_s:
+            self._stall_base = latest
             return []
-        self._progress_at = now
+        self._progress_at = self._stall_base = now
         if self.plane == "zmq" and self.outstanding_bytes > 0:
             self._num_stalls += 1
             if self._num_stalls > self._policy.max_nacks:
@@ -491,6 +496,9 @@ class ReceiverTransfer:
             # Waiting for prefill to compute, or for a READY that was lost: OPEN has it repeated.
             return [self._open(now)]
         return [WorkReady()]
+
+    def _window_end(self) -> float:
+        return self._progress_at + self._policy.window_s
 
     def _repeat_close(self, now: float) -> list[ReceiverAction]:
         if now < self._retry_at:

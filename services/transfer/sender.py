@@ -22,7 +22,6 @@ from services.transfer.values import (
     OpenArgs,
     Peer,
     RejectCode,
-    SealedBlocks,
 )
 
 
@@ -167,7 +166,6 @@ class SenderTransfer:
         self.owner: Peer | None = None
         self.plane = ""
         self.block_ids: list[BlockId] = []
-        self.sealed: list[SealedBlocks] = []
         self.final: FinalBlocks | None = None
         self.bytes_moved = 0
         self.blocks_moved = 0
@@ -189,20 +187,19 @@ class SenderTransfer:
 
     # ---- from the engine ----------------------------------------------------------------------
 
-    def on_sealed(self, sealed: SealedBlocks) -> list[SenderAction]:
-        """Take blocks that follow the ones already sealed."""
+    def on_sealed(self, lo: int, block_ids: Sequence[BlockId]) -> list[SenderAction]:
+        """Take full blocks that follow the ones already sealed."""
         if self.state in (SenderState.ABORTING, SenderState.CLOSED):
             return []
-        if sealed.lo != len(self.block_ids):
-            raise ValueError(f"sealed from {sealed.lo}, expected {len(self.block_ids)}")
-        if sealed.lo + len(sealed.block_ids) > self.num_blocks:
+        if lo != len(self.block_ids):
+            raise ValueError(f"sealed from {lo}, expected {len(self.block_ids)}")
+        if lo + len(block_ids) > self.num_blocks:
             raise ValueError("more blocks sealed than the prompt has")
-        self.sealed.append(sealed)
-        self.block_ids.extend(sealed.block_ids)
-        if self.owner is None or not sealed.block_ids:
+        self.block_ids.extend(block_ids)
+        if self.owner is None or not block_ids:
             return []
         hi = len(self.block_ids)
-        return [SendReady(self.owner, self.attempt, sealed.lo, hi), DataReady(self.owner)]
+        return [SendReady(self.owner, self.attempt, lo, hi), DataReady(self.owner)]
 
     def on_prefill_finished(self, final: FinalBlocks) -> list[SenderAction]:
         """Take the first tokens and the frozen tail; every full block must be sealed by now."""
@@ -318,13 +315,19 @@ class SenderTransfer:
         self._touch(now)
         return True
 
-    def on_done(self, peer: Peer, attempt: int, now: float) -> list[SenderAction]:
+    def on_done(
+        self, peer: Peer, attempt: int, size_bytes: int, now: float
+    ) -> list[SenderAction]:
         """Close: the peer has everything and reads no more."""
         if self.state is SenderState.CLOSED or not self._is_owner(peer, attempt):
             return [SendClosed(peer, attempt)]
         self._peer_quiet = True
         if self.final is None:
             return self._abort("aborted", "DONE before FINAL", now, tell_peer=False)
+        if self.plane == "memfd":
+            # Only the reader knows; the last PULLED may be behind its DONE.
+            self.blocks_moved = min(size_bytes // self._policy.block_bytes, self.num_blocks + 1)
+            self.bytes_moved = self.blocks_moved * self._policy.block_bytes
         self._begin_abort("done", "", now)
         return [SendClosed(peer, attempt), *self._try_close(now)]
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.common.ids import BlockId
 from services.transfer.api import FinalInfo, FirstTokenInfo
 
 U64Array = npt.NDArray[np.uint64]
@@ -83,16 +82,6 @@ class FinalArgs:
             tail_valid_tokens=self.tail_valid_tokens,
             prefill_us=self.prefill_us,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SealedBlocks:
-    """Full blocks the engine has lent, with what stood beside them when they were announced."""
-
-    lo: int
-    block_ids: tuple[BlockId, ...]
-    gens: U64Array
-    digests: U64Array
 
 
 @dataclass(frozen=True, slots=True)

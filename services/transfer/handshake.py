@@ -1,0 +1,254 @@
+"""HELLO and WELCOME: who the peer is, whether its KV fits ours, and over which plane it comes.
+
+The prefill side judges a HELLO and picks the plane; the decode side checks the answer again. The
+second phase of HELLO is read only when the protocol ranges overlap, so that it may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.kv.layout import KvIdentity, KvLayout, first_mismatch
+from services.pb import transfer_pb2 as pb
+from services.transfer.codec import clip, parse, plane_name, plane_number, reject_body
+from services.transfer.config import PLANES_BEST_FIRST
+from services.transfer.values import RejectCode
+from services.transfer.wire import MessageType, WireError
+
+PROTO_MIN = 1
+PROTO_MAX = 1
+MAX_WORKER_ID_BYTES = 128
+_MAX_IDENTITY_FIELDS = 32
+_MAX_FIELD = 256
+_MAX_POOL_BLOCKS = 1 << 32
+
+
+class Incompatible(Exception):
+    """The two ends may not exchange KV; `field` says which property differs."""
+
+    def __init__(self, field: str, ours: str, theirs: str) -> None:
+        super().__init__(f"{field}: ours {ours}, theirs {theirs}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEnd:
+    """What this worker says of itself."""
+
+    worker_id: str
+    incarnation: int
+    host_id: str
+    uid: int
+    identity: KvIdentity
+    layout: KvLayout
+    planes: tuple[str, ...]
+    uds_path: str = ""
+    nonce: bytes = b""
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAnswer:
+    """What to send back on a HELLO, and the plane if the peer is welcome."""
+
+    type: MessageType
+    body: bytes
+    worker_id: str
+    incarnation: int
+    plane: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What the decode side learns of the prefill worker."""
+
+    plane: str
+    uds_path: str
+    nonce: bytes
+    num_blocks: int
+
+
+def host_id(root: Path = Path("/")) -> str:
+    """Name this host as far as shared memory reaches: machine, boot, and namespaces."""
+    parts = [
+        _read_text(root / "etc/machine-id"),
+        _read_text(root / "proc/sys/kernel/random/boot_id"),
+        *(_read_link(root / "proc/self/ns" / name) for name in ("mnt", "ipc", "user", "pid")),
+    ]
+    digest = hashlib.sha256(b"isthmus-host/1")
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part.encode())
+    return digest.hexdigest()
+
+
+def hello_body(end: LocalEnd) -> bytes:
+    """Serialise our HELLO."""
+    return pb.Hello(
+        proto_min=PROTO_MIN,
+        proto_max=PROTO_MAX,
+        incarnation=end.incarnation,
+        worker_id=end.worker_id,
+        detail=_detail(end).SerializeToString(),
+    ).SerializeToString()
+
+
+def answer_hello(end: LocalEnd, body: bytes) -> HelloAnswer:
+    """Judge a HELLO at the prefill side; raise WireError if it is not one."""
+    hello = parse(pb.Hello, body)
+    if not hello.worker_id or len(hello.worker_id.encode()) > MAX_WORKER_ID_BYTES:
+        raise WireError("worker_id")
+    try:
+        if hello.proto_min > PROTO_MAX or hello.proto_max < PROTO_MIN:
+            theirs = f"{hello.proto_min}..{hello.proto_max}"
+            raise Incompatible("protocol", f"{PROTO_MIN}..{PROTO_MAX}", theirs)
+        detail = _parse_detail(hello.detail)
+        _check_identity(end, detail)
+        mismatch = _layout_mismatch(end.layout, detail.layout)
+        if mismatch is not None:
+            refusal = reject_body(RejectCode.LAYOUT, 0.0, mismatch)
+            return _refused(hello, MessageType.REJECT, refusal, mismatch)
+        plane = _choose_plane(end, detail)
+    except Incompatible as error:
+        refusal = pb.Incompatible(
+            field=error.field, ours=clip(error.ours), theirs=clip(error.theirs)
+        ).SerializeToString()
+        return _refused(hello, MessageType.INCOMPATIBLE, refusal, str(error))
+    welcome = pb.WelcomePeer(
+        proto=min(PROTO_MAX, hello.proto_max),
+        detail=_detail(end).SerializeToString(),
+        plane=plane_number(plane),
+        nonce=end.nonce,
+        num_blocks=end.num_blocks,
+    ).SerializeToString()
+    return HelloAnswer(
+        MessageType.WELCOME, welcome, hello.worker_id, hello.incarnation, plane, "welcome"
+    )
+
+
+def read_welcome(end: LocalEnd, body: bytes) -> Welcome:
+    """Check a WELCOME at the decode side; raise Incompatible if the peer was too generous."""
+    message = parse(pb.WelcomePeer, body)
+    if not PROTO_MIN <= message.proto <= PROTO_MAX:
+        raise Incompatible("protocol", f"{PROTO_MIN}..{PROTO_MAX}", str(message.proto))
+    detail = _parse_detail(message.detail)
+    _check_identity(end, detail)
+    mismatch = _layout_mismatch(detail.layout, end.layout)
+    if mismatch is not None:
+        raise Incompatible("kv_layout", mismatch, "")
+    plane = plane_name(message.plane)
+    if plane not in end.planes:
+        raise Incompatible("planes", ",".join(end.planes), plane)
+    if not 0 < message.num_blocks < _MAX_POOL_BLOCKS or len(message.nonce) > _MAX_FIELD:
+        raise WireError("welcome")
+    return Welcome(plane, detail.uds_path, message.nonce, message.num_blocks)
+
+
+def read_incompatible(body: bytes) -> Incompatible:
+    """Read the peer's refusal; its `ours` is their side of it."""
+    message = parse(pb.Incompatible, body)
+    return Incompatible(clip(message.field), ours=clip(message.theirs), theirs=clip(message.ours))
+
+
+def _refused(hello: pb.Hello, kind: MessageType, body: bytes, why: str) -> HelloAnswer:
+    return HelloAnswer(kind, body, hello.worker_id, hello.incarnation, None, why)
+
+
+def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
+    theirs = set()
+    for number in detail.planes:
+        try:
+            theirs.add(plane_name(number))
+        except WireError:
+            continue  # a plane of a later version: not for us
+    for plane in PLANES_BEST_FIRST:
+        if plane not in end.planes or plane not in theirs:
+            continue
+        same_host = (detail.host_id, detail.uid) == (end.host_id, end.uid)
+        if plane == "memfd" and not (same_host and end.uds_path):
+            continue
+        return plane
+    raise Incompatible("planes", ",".join(end.planes), ",".join(sorted(theirs)) or "none")
+
+
+def _check_identity(end: LocalEnd, detail: pb.PeerDetail) -> None:
+    if detail.kv_identity_fp == end.identity.fingerprint:
+        return
+    fields: Mapping[str, str] = detail.identity_fields
+    mismatch = first_mismatch(end.identity.fields(), fields)
+    if mismatch is None:
+        mismatch = ("kv_identity_fp", end.identity.fingerprint, detail.kv_identity_fp)
+    raise Incompatible(*mismatch)
+
+
+def _layout_mismatch(prefill: KvLayout | pb.KvLayout, decode: KvLayout | pb.KvLayout) -> str | None:
+    """Name the first layout field that differs, with both values; conversion is not built yet."""
+    ours, theirs = _layout_fields(prefill), _layout_fields(decode)
+    for name, value in ours.items():
+        if value != theirs[name]:
+            return f"kv_layout.{name}: prefill has {value}, decode has {theirs[name]}"
+    return None
+
+
+def _layout_fields(layout: KvLayout | pb.KvLayout) -> dict[str, str]:
+    message = _layout_message(layout) if isinstance(layout, KvLayout) else layout
+    names = [field.name for field in pb.KvLayout.DESCRIPTOR.fields]
+    return {name: str(getattr(message, name))[:_MAX_FIELD] for name in names}
+
+
+def _layout_message(layout: KvLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        block_size=layout.block_size,
+        kv_dtype=layout.kv_dtype,
+        layout_tag=layout.tag,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        tp_rank=0,
+        tp_size=1,
+        pp_first_layer=0,
+        pp_num_layers=layout.num_layers,
+        block_bytes=layout.block_bytes,
+    )
+
+
+def _detail(end: LocalEnd) -> pb.PeerDetail:
+    return pb.PeerDetail(
+        host_id=end.host_id,
+        uid=end.uid,
+        kv_identity_fp=end.identity.fingerprint,
+        identity_fields=end.identity.fields(),
+        layout=_layout_message(end.layout),
+        planes=[plane_number(plane) for plane in end.planes],
+        uds_path=end.uds_path,
+    )
+
+
+def _parse_detail(body: bytes) -> pb.PeerDetail:
+    detail = parse(pb.PeerDetail, body)
+    if len(detail.identity_fields) > _MAX_IDENTITY_FIELDS or len(detail.planes) > 16:
+        raise WireError("detail_size")
+    if len(detail.uds_path) > _MAX_FIELD or len(detail.host_id) > _MAX_FIELD:
+        raise WireError("detail_size")
+    return detail
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # absent in some containers; boot id and namespaces still tell hosts apart
+
+
+def _read_link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

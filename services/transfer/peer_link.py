@@ -1,0 +1,198 @@
+"""Decode side of one connection: HELLO, choice of plane, and whether the peer still lives."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+
+from services.kv.memory import KvPoolMemory
+from services.transfer import codec
+from services.transfer.config import TransferConfig
+from services.transfer.handshake import (
+    Incompatible,
+    LocalEnd,
+    Welcome,
+    hello_body,
+    read_incompatible,
+    read_welcome,
+)
+from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
+from services.transfer.renewer import Target
+from services.transfer.values import RejectCode
+from services.transfer.wire import Message, MessageType, WireError
+from services.transfer.zmq_plane import MAIN, CurveKeys, DealerLink, Poller, SinkContext, peer_base
+
+log = logging.getLogger(__name__)
+
+
+class LinkState(Enum):
+    """How far a connection has come."""
+
+    GREETING = "greeting"
+    ATTACHING = "attaching"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailure:
+    """Why a connection did not come up, in terms of the error table."""
+
+    code: str
+    message: str
+
+
+class PeerLink:
+    """A connection to one life of one prefill worker."""
+
+    def __init__(
+        self,
+        context: SinkContext,
+        target: Target,
+        end: LocalEnd,
+        config: TransferConfig,
+        keys: CurveKeys | None,
+        poller: Poller,
+        now: float,
+    ) -> None:
+        self.target = target
+        self.state = LinkState.GREETING
+        self.plane = ""
+        self.pool: KvPoolMemory | None = None
+        self.failure: LinkFailure | None = None
+        self.last_heard = now
+        self.last_data = 0.0
+        self.deadline = now + config.connect_timeout_s
+        self.next_seq: int | None = None
+        self._end = end
+        self._poller = poller
+        self._client: PoolClient | None = None
+        self._welcome: Welcome | None = None
+        base = peer_base(end.worker_id, end.incarnation)
+        self.dealer = DealerLink(
+            context, target.endpoint, base, MAIN, config, keys, end.layout.block_bytes
+        )
+        poller.add(self.dealer)
+        self.dealer.send(MessageType.HELLO, hello_body(end))
+
+    def is_readable(self, readable: set[object]) -> bool:
+        """Tell whether this connection has something to read."""
+        return any(socket in readable for socket in self.dealer.sockets)
+
+    def is_client_readable(self, readable: set[object]) -> bool:
+        """Tell whether the pool's socket has something to say."""
+        return self._client is not None and self._client.fileno() in readable
+
+    def has_gap(self, seq: int) -> bool:
+        """Note a sequence number; True if one or more before it are missing."""
+        expected, self.next_seq = self.next_seq, (seq + 1) & 0xFFFFFFFF
+        return expected is not None and seq != expected
+
+    def on_greeting(self, message: Message, now: float) -> None:
+        """Take the answer to HELLO."""
+        if self.state is not LinkState.GREETING:
+            return
+        kind = message.header.type
+        try:
+            if kind is MessageType.WELCOME:
+                self._on_welcome(message, now)
+            elif kind is MessageType.INCOMPATIBLE:
+                raise read_incompatible(message.body)
+            elif kind is MessageType.REJECT:
+                self._on_reject(message.body)
+        except Incompatible as error:
+            self._fail("incompatible", f"the prefill worker does not fit: {error}")
+        except WireError as error:
+            self._fail("handoff_failed", f"no sense in the answer to HELLO ({error.reason})")
+
+    def on_client_readable(self, now: float) -> bool:
+        """Read the pool's socket; True if the peer has hung up on an established plane."""
+        client = self._client
+        if client is None:
+            return False
+        if self.state is not LinkState.ATTACHING:
+            return client.is_hung_up()
+        assert self._welcome is not None
+        expected = ExpectedPool(
+            self.target.incarnation,
+            self._welcome.num_blocks,
+            self._welcome.nonce,
+            self._end.layout,
+        )
+        try:
+            self.pool = client.receive(expected)
+        except HandoverError as error:
+            self._fall_back(str(error))
+            return False
+        if self.pool is not None:
+            self._up("memfd")
+        return False
+
+    def on_time(self, now: float) -> None:
+        """Give up on a handshake that takes too long."""
+        if self.state is LinkState.ATTACHING and now >= self.deadline:
+            self._fall_back("no answer on the pool's socket")
+        elif self.state is LinkState.GREETING and now >= self.deadline:
+            self._fail("handoff_failed", "the prefill worker did not answer HELLO")
+
+    def close(self) -> None:
+        """Close both sockets; a mapping lives as long as someone still reads it."""
+        self.state = LinkState.DOWN
+        self._close_client()
+        self._poller.remove(self.dealer)
+        self.dealer.close()
+
+    def _on_welcome(self, message: Message, now: float) -> None:
+        if message.header.incarnation != self.target.incarnation:
+            self._fail("handoff_failed", "the prefill worker has restarted since the ticket")
+            return
+        welcome = read_welcome(self._end, message.body)
+        self._welcome = welcome
+        if welcome.plane != "memfd":
+            self._up(welcome.plane)
+            return
+        base = peer_base(self._end.worker_id, self._end.incarnation)
+        try:
+            self._client = PoolClient(welcome.uds_path, base)
+        except HandoverError as error:
+            self._fall_back(str(error))
+            return
+        self.state = LinkState.ATTACHING
+        self._poller.add(self._client.fileno())
+
+    def _on_reject(self, body: bytes) -> None:
+        code, _, detail = codec.reject_args(body)
+        name = "incompatible" if code is RejectCode.LAYOUT else "handoff_failed"
+        self._fail(name, f"the prefill worker refused us ({code.name}): {detail}")
+
+    def _up(self, plane: str) -> None:
+        self.plane = plane
+        self.state = LinkState.UP
+        log.info("transfer.plane", extra={"peer": self.target.worker_id, "plane": plane})
+
+    def _fall_back(self, reason: str) -> None:
+        """Use zmq after memfd failed: never silently, and only if it is allowed."""
+        self._close_client()
+        log.warning(
+            "transfer.plane_fallback",
+            extra={"peer": self.target.worker_id, "reason": reason, "plane": "zmq"},
+        )
+        if "zmq" in self._end.planes:
+            self._up("zmq")
+        else:
+            self._fail("handoff_failed", f"the memfd plane failed: {reason}")
+
+    def _fail(self, code: str, message: str) -> None:
+        self.failure = LinkFailure(code, message)
+        log.warning(
+            "transfer.link_failed",
+            extra={"peer": self.target.worker_id, "code": code, "error": message},
+        )
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            if self.state is not LinkState.GREETING:
+                self._poller.remove(self._client.fileno())
+            self._client.close()
+            self._client = None

@@ -1,0 +1,828 @@
+"""Prefill end: a thread that owns the ROUTER socket, every sender session and the pool's readers.
+
+The engine lends blocks by `blocks_sealed` and `prefill_finished`; they go back by one
+SourceReleased, delivered on this thread, which is the one that reads them (over ZMQ) or that
+knows who does (memfd).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from services.common.clock import Clock
+from services.common.errors import RequestError
+from services.common.ids import BlockId
+from services.kv.digest import tail_digest
+from services.kv.layout import KvIdentity, KvLayout
+from services.kv.memory import KvPoolMemory
+from services.pb import transfer_pb2 as pb
+from services.transfer import codec, sender
+from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, TransferStats
+from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.handshake import LocalEnd, answer_hello, host_id
+from services.transfer.loop import Inbox, Timers
+from services.transfer.memfd_plane import HandoverError, PoolServer
+from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
+from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
+from services.transfer.values import FinalArgs, FinalBlocks, Peer, ReadyArgs, RejectCode
+from services.transfer.wire import Message, MessageType, WireError, decode
+from services.transfer.zmq_plane import (
+    DataSent,
+    PeerGone,
+    Poller,
+    RouterPort,
+    check_host,
+    load_curve_keys,
+    parse_route,
+    worker_id_of,
+)
+
+log = logging.getLogger(__name__)
+
+_MESSAGES_A_TURN = 64
+_IDLE_WAIT_S = 0.5
+_FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
+_MAX_TOMBSTONES = 4096
+_MUTE_S = 60.0
+_MAX_MUTED = 1024
+
+
+@dataclass(slots=True)
+class _Offered:
+    """One offer with what the wire needs of its blocks."""
+
+    offer: Offer
+    machine: SenderTransfer
+    gens: np.ndarray  # u64 [num_blocks], as announced
+    digests: np.ndarray  # u64 [num_blocks, digests_per_block]
+    opened_at: float | None = None
+
+
+@dataclass(slots=True)
+class _PeerInfo:
+    """A decode worker that said HELLO."""
+
+    plane: str  # best plane it may ask for
+    last_heard: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A DATA message whose blocks ZMQ still reads."""
+
+    xfer_id: int
+    base: bytes
+    sent: DataSent
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """Totals since start, for metrics; written by the source's thread alone."""
+
+    offers: int = 0
+    released: dict[str, int] = field(default_factory=dict)  # by outcome
+    rejects: dict[str, int] = field(default_factory=dict)  # by code
+    bad_frames: int = 0
+    resends: int = 0
+    incompatible: int = 0
+
+
+class TransferSource:
+    """Offers this worker's KV to decode workers; implements api.Source."""
+
+    def __init__(  # noqa: PLR0913 - what a worker is made of
+        self,
+        memory: KvPoolMemory,
+        layout: KvLayout,
+        identity: KvIdentity,
+        worker_id: str,
+        incarnation: int,
+        bind_host: str,
+        runtime_dir: Path,
+        clock: Clock,
+        config: TransferConfig,
+        *,
+        advertise: str | None = None,
+    ) -> None:
+        """Prepare; `advertise` is the "host:port" of tickets where it is not the bound one."""
+        check_host(bind_host, config)
+        self.counters = SourceCounters()
+        self._memory = memory
+        self._layout = layout
+        self._identity = identity
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._bind_host = bind_host
+        self._runtime_dir = runtime_dir
+        self._clock = clock
+        self._config = config
+        self._advertise = advertise
+        self._keys = load_curve_keys(config)
+        self._signer = TicketSigner()
+        self._policy = SenderPolicy(
+            block_bytes=layout.block_bytes,
+            ticket_ttl_s=config.ticket_ttl_s,
+            lease_s=config.lease_s,
+            tombstone_s=config.tombstone_s,
+            data_message_bytes=config.data_message_bytes,
+            max_nacks=config.max_nacks,
+        )
+        self._lock = threading.Lock()  # guards _open_keys and _is_stopping
+        self._open_keys: set[str] = set()
+        self._is_stopping = False
+        self._xfer_ids = itertools.count(1)
+        self._inbox = Inbox()
+        self._timers = Timers()
+        self._by_key: dict[str, _Offered] = {}
+        self._by_xfer: dict[int, _Offered] = {}
+        self._tombstones: OrderedDict[int, None] = OrderedDict()
+        self._peers: dict[bytes, _PeerInfo] = {}
+        self._muted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._flights: list[_Flight] = []
+        self._hungry: dict[bytes, OrderedDict[int, None]] = {}
+        self._pool_server: PoolServer | None = None
+        self._port: RouterPort | None = None
+        self._thread: threading.Thread | None = None
+        self._stop_deadline: float | None = None
+        self.endpoint = ""
+
+    # ---- api.Source, any thread ---------------------------------------------------------------
+
+    def start(self, on_event: Callable[[SourceEvent], None]) -> None:
+        """Bind and start the thread."""
+        self._on_event = on_event
+        port = RouterPort(self._bind_host, self._incarnation, self._config, self._keys)
+        self._port = port
+        host = f"[{self._bind_host}]" if ":" in self._bind_host else self._bind_host
+        self.endpoint = f"tcp://{self._advertise or f'{host}:{port.port}'}"
+        self._poller = Poller()
+        self._poller.add(self._inbox.fileno())
+        self._poller.add(port)
+        planes = ordered_planes(self._config)
+        if "memfd" in planes:
+            planes = self._start_pool_server(planes)
+        nonce = os.urandom(len(self._memory.nonce)) if self._pool_server else b""
+        if nonce:
+            self._memory.nonce[:] = np.frombuffer(nonce, np.uint8)
+        self._end = LocalEnd(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            host_id=host_id(),
+            uid=os.geteuid(),
+            identity=self._identity,
+            layout=self._layout,
+            planes=planes,
+            uds_path=self._pool_server.path if self._pool_server else "",
+            nonce=nonce,
+            num_blocks=self._memory.num_blocks,
+        )
+        self._thread = threading.Thread(target=self._run, name="transfer-source", daemon=True)
+        self._thread.start()
+
+    def offer(self, offer: Offer) -> bytes:
+        """Open a transfer and return its signed ticket."""
+        num_blocks = offer.num_tokens // self._layout.block_size
+        if len(offer.block_hashes) != num_blocks:
+            raise RequestError("internal", "an offer needs one hash per full block")
+        with self._lock:
+            if self._is_stopping or self._thread is None:
+                raise RequestError("draining", "this worker is stopping")
+            if offer.key in self._open_keys:
+                raise RequestError("duplicate_request", "the request is already offered")
+            if len(self._open_keys) >= self._config.max_transfers:
+                raise RequestError("overloaded", "too many handoffs are open")
+            self._open_keys.add(offer.key)
+        xfer_id = next(self._xfer_ids)
+        expires_ms = self._clock.unix_ms() + round(self._config.ticket_ttl_s * 1000)
+        ticket = Ticket(
+            xfer_id=xfer_id,
+            worker_id=self._worker_id,
+            zmq_endpoint=self.endpoint,
+            uds_path=self._end.uds_path,
+            incarnation=self._incarnation,
+            kv_identity_fp=self._identity.fingerprint,
+            num_tokens=offer.num_tokens,
+            block_hashes=offer.block_hashes,
+            tenant=offer.tenant,
+            expires_unix_ms=expires_ms,
+            request_id=offer.request_id,
+        )
+        signed = self._signer.issue(ticket)
+        # The command is queued before the ticket leaves, so it is run before any OPEN is read.
+        self._inbox.put(lambda: self._add(xfer_id, offer, num_blocks))
+        return signed
+
+    def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:
+        """Announce full blocks [lo, lo + len(block_ids))."""
+        ids = tuple(block_ids)
+        self._inbox.put(lambda: self._sealed(key, lo, ids))
+
+    def prefill_finished(self, key: str, final: FinalInfo) -> None:
+        """Announce first tokens and tail."""
+        self._inbox.put(lambda: self._finished(key, final))
+
+    def cancel(self, key: str, reason: str) -> None:
+        """Abort; SourceReleased follows when nothing reads the blocks any more."""
+        self._inbox.put(lambda: self._cancel(key, reason))
+
+    def num_open(self) -> int:
+        """Transfers not yet closed."""
+        with self._lock:
+            return len(self._open_keys)
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self, timeout_s: float) -> None:
+        """Abort everything and join the thread."""
+        with self._lock:
+            already = self._is_stopping
+            self._is_stopping = True
+        thread = self._thread
+        if thread is None:
+            self._inbox.close()
+            return
+        if not already:
+            self._inbox.put(lambda: self._begin_stop(timeout_s / 2))
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.error("transfer.source_stuck", extra={"timeout_s": timeout_s})
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_finished():
+            try:
+                self._turn()
+            except Exception:  # the outermost loop: one bad turn must not end the handoffs
+                log.exception("transfer.source_turn_failed")
+                threading.Event().wait(0.01)
+        self._shut_down()
+
+    def _is_finished(self) -> bool:
+        if self._stop_deadline is None:
+            return False
+        return not self._by_key or self._clock.now() >= self._stop_deadline
+
+    def _turn(self) -> None:
+        readable = self._poller.wait(self._wait_s())
+        for command in self._inbox.take():
+            self._guarded(command)
+        self._read_router()
+        if self._pool_server is not None:
+            self._read_pool_server(self._pool_server, readable)
+        self._run_timers()
+        self._land_flights()
+        for route in self._router.flush():
+            self._peer_lost(parse_route(route).base)
+        self._pump()
+
+    def _guarded(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:  # a command that fails must not take the others with it
+            log.exception("transfer.source_command_failed")
+
+    def _wait_s(self) -> float:
+        now = self._clock.now()
+        wait = _IDLE_WAIT_S
+        due = self._timers.next_due()
+        if due is not None:
+            wait = min(wait, due - now)
+        if self._stop_deadline is not None:
+            wait = min(wait, self._stop_deadline - now)
+        if self._flights or self._router.has_backlog:
+            wait = min(wait, _FLIGHT_POLL_S)
+        return max(0.0, wait)
+
+    @property
+    def _router(self) -> RouterPort:
+        assert self._port is not None
+        return self._port
+
+    def _start_pool_server(self, planes: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            server = PoolServer(
+                self._runtime_dir, self._memory, self._incarnation, self._config.max_peers
+            )
+        except HandoverError as error:
+            log.warning("transfer.memfd_unavailable", extra={"reason": str(error)})
+            return tuple(plane for plane in planes if plane != "memfd")
+        self._pool_server = server
+        self._poller.add(server.fileno())
+        return planes
+
+    # ---- commands -----------------------------------------------------------------------------
+
+    def _add(self, xfer_id: int, offer: Offer, num_blocks: int) -> None:
+        has_tail = offer.num_tokens % self._layout.block_size != 0
+        now = self._clock.now()
+        machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now)
+        offered = _Offered(
+            offer=offer,
+            machine=machine,
+            gens=np.zeros(num_blocks, np.uint64),
+            digests=np.zeros((num_blocks, self._layout.digests_per_block), np.uint64),
+        )
+        self._by_key[offer.key] = offered
+        self._by_xfer[xfer_id] = offered
+        self.counters.offers += 1
+        self._timers.at_latest(xfer_id, machine.next_deadline())
+
+    def _sealed(self, key: str, lo: int, block_ids: tuple[BlockId, ...]) -> None:
+        offered = self._by_key.get(key)
+        if offered is None:
+            return  # released meanwhile
+        index = np.array(block_ids, dtype=np.int64)
+        gens = self._memory.gens[index]
+        try:
+            if np.any(gens % 2):
+                raise ValueError("a block was announced before it was sealed")
+            actions = offered.machine.on_sealed(lo, block_ids)
+        except ValueError as error:
+            self._fault(offered, str(error))
+            return
+        if offered.machine.closed_reason == "":
+            offered.gens[lo : lo + len(block_ids)] = gens
+            offered.digests[lo : lo + len(block_ids)] = self._memory.digests[index]
+        self._apply(offered, actions)
+
+    def _finished(self, key: str, final: FinalInfo) -> None:
+        offered = self._by_key.get(key)
+        if offered is None:
+            return
+        gen = digest = 0
+        try:
+            if final.num_tokens != offered.offer.num_tokens:
+                raise ValueError("FINAL is about another prompt length")
+            if final.tail_block is not None:
+                gen = int(self._memory.gens[final.tail_block])
+                if gen % 2:
+                    raise ValueError("the tail was announced before it was frozen")
+                block = self._memory.blocks[final.tail_block]
+                digest = tail_digest(self._layout, block, final.tail_valid_tokens)
+            actions = offered.machine.on_prefill_finished(FinalBlocks(final, gen, digest))
+        except ValueError as error:
+            self._fault(offered, str(error))
+            return
+        self._apply(offered, actions)
+
+    def _fault(self, offered: _Offered, message: str) -> None:
+        log.error(
+            "transfer.engine_fault",
+            extra={"request_id": offered.offer.request_id, "error": message},
+        )
+        self._apply(offered, offered.machine.cancel(message, self._clock.now()))
+
+    def _cancel(self, key: str, reason: str) -> None:
+        offered = self._by_key.get(key)
+        if offered is not None:
+            self._apply(offered, offered.machine.cancel(reason, self._clock.now()))
+
+    def _begin_stop(self, grace_s: float) -> None:
+        now = self._clock.now()
+        self._stop_deadline = now + grace_s
+        for offered in list(self._by_key.values()):
+            self._apply(offered, offered.machine.cancel("worker stops", now, "stopped"))
+
+    def _shut_down(self) -> None:
+        if self._pool_server is not None:
+            self._pool_server.close()
+        self._router.close()
+        # Closing the context has ended every send, so what still waits can be given back now.
+        self._land_flights()
+        now = self._clock.now()
+        for offered in list(self._by_key.values()):
+            if offered.machine.owner is not None:
+                actions = offered.machine.on_peer_lost(offered.machine.owner.base, now)
+                self._apply(offered, [a for a in actions if isinstance(a, sender.Release)])
+        for command in self._inbox.close():
+            self._guarded(command)
+        for key, offered in list(self._by_key.items()):
+            # Offers that came in while the thread ended; nothing was announced of them.
+            actions = offered.machine.cancel("worker stops", now, "stopped")
+            self._apply(offered, [a for a in actions if isinstance(a, sender.Release)])
+            if key in self._by_key:
+                log.error("transfer.source_not_released", extra={"xfer": offered.machine.xfer_id})
+
+    # ---- timers, data -------------------------------------------------------------------------
+
+    def _run_timers(self) -> None:
+        now = self._clock.now()
+        for xfer_id in self._timers.pop_due(now):
+            assert isinstance(xfer_id, int)
+            offered = self._by_xfer.get(xfer_id)
+            if offered is None:
+                continue
+            if offered.machine.is_forgotten(now):
+                self._bury(xfer_id)
+            else:
+                self._apply(offered, offered.machine.on_time(now))
+
+    def _bury(self, xfer_id: int) -> None:
+        self._by_xfer.pop(xfer_id, None)
+        self._tombstones.pop(xfer_id, None)
+        self._timers.discard(xfer_id)
+
+    def _land_flights(self) -> None:
+        landed = [f for f in self._flights if f.sent.is_done()]
+        if not landed:
+            return
+        self._flights = [f for f in self._flights if f not in landed]
+        now = self._clock.now()
+        for flight in landed:
+            offered = self._by_xfer.get(flight.xfer_id)
+            if offered is not None:
+                self._apply(offered, offered.machine.on_data_left(now))
+
+    def _pump(self) -> None:
+        for base, queue in list(self._hungry.items()):
+            num_flying = sum(f.base == base for f in self._flights)
+            while queue and num_flying < self._config.max_data_in_flight:
+                xfer_id, _ = queue.popitem(last=False)
+                offered = self._by_xfer.get(xfer_id)
+                owner = offered.machine.owner if offered else None
+                if offered is None or owner is None:
+                    continue
+                if not self._router.can_send_data(owner.route):
+                    queue[xfer_id] = None
+                    break
+                out = offered.machine.take_data()
+                if out is None:
+                    continue
+                queue[xfer_id] = None  # to the back: transfers of one peer take turns
+                num_flying += self._send_data(offered, out)
+            if not queue:
+                del self._hungry[base]
+
+    def _send_data(self, offered: _Offered, out: DataOut) -> int:
+        """Put one DATA message into ZMQ; return how many are in flight by that."""
+        now = self._clock.now()
+        machine = offered.machine
+        if not self._is_unchanged(offered, out):
+            self._apply(offered, machine.on_data_left(now))
+            self._fault(offered, "a lent block has changed")
+            return 0
+        body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail)
+        blocks = [self._memory.blocks[block_id] for block_id in out.block_ids]
+        try:
+            sent = self._router.send_data(out.peer, machine.xfer_id, out.attempt, body, blocks)
+        except BlockingIOError:
+            # The pipe filled up in between; the receiver will ask for these blocks again.
+            self._apply(offered, machine.on_data_left(now))
+            return 0
+        except PeerGone:
+            self._apply(offered, machine.on_data_left(now))
+            self._peer_lost(out.peer.base)
+            return 0
+        self._flights.append(_Flight(machine.xfer_id, out.peer.base, sent))
+        return 1
+
+    def _is_unchanged(self, offered: _Offered, out: DataOut) -> bool:
+        if out.is_tail:
+            final = offered.machine.final
+            assert final is not None
+            return int(self._memory.gens[out.block_ids[0]]) == final.tail_gen
+        current = self._memory.gens[np.array(out.block_ids, dtype=np.int64)]
+        return bool(np.array_equal(current, offered.gens[list(out.indexes)]))
+
+    # ---- sockets ------------------------------------------------------------------------------
+
+    def _read_pool_server(self, server: PoolServer, readable: set[object]) -> None:
+        for fd in readable:
+            if not isinstance(fd, int) or fd == self._inbox.fileno():
+                continue
+            if fd == server.fileno():
+                accepted = server.accept()
+                if accepted is not None:
+                    self._poller.add(accepted)
+                continue
+            base = server.serve(fd)
+            if base is not None:
+                self._poller.remove(fd)
+                self._peer_lost(base)
+
+    def _read_router(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            received = self._router.recv()
+            if received is None:
+                return
+            route, frames = received
+            if self._is_muted(route):
+                continue
+            try:
+                self._handle(parse_route(route), decode(frames))
+            except WireError as error:
+                self._bad_frame(route, error.reason)
+        self._inbox.wake()  # more may be waiting, but commands and timers come first
+
+    def _bad_frame(self, route: bytes, reason: str) -> None:
+        self.counters.bad_frames += 1
+        count, _ = self._muted.pop(route, (0, 0.0))
+        self._muted[route] = (count + 1, self._clock.now() + _MUTE_S)
+        if len(self._muted) > _MAX_MUTED:
+            self._muted.popitem(last=False)
+        if count + 1 == self._config.max_bad_frames:
+            log.warning("transfer.peer_muted", extra={"reason": reason})
+
+    def _is_muted(self, route: bytes) -> bool:
+        entry = self._muted.get(route)
+        if entry is None:
+            return False
+        count, until = entry
+        if self._clock.now() >= until:
+            del self._muted[route]
+            return False
+        return count >= self._config.max_bad_frames
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        if peer.base[-8:] != header.incarnation.to_bytes(8, "little"):
+            raise WireError("incarnation")
+        info = self._peers.get(peer.base)
+        if info is not None:
+            info.last_heard = self._clock.now()
+        if header.type is MessageType.HELLO:
+            self._on_hello(peer, message)
+        elif header.type is MessageType.PING:
+            codec.parse(pb.Ping, message.body)
+            self._send(peer, MessageType.PONG, message.body)
+        elif header.type is MessageType.RENEW:
+            self._on_renew(peer, message)
+        elif header.type is MessageType.OPEN:
+            self._on_open(peer, message)
+        else:
+            self._on_session_message(peer, message)
+
+    def _on_hello(self, peer: Peer, message: Message) -> None:
+        answer = answer_hello(self._end, message.body)
+        if peer.base[-8:] != answer.incarnation.to_bytes(8, "little"):
+            raise WireError("incarnation")
+        if answer.plane is not None and not self._make_room_for(peer.base):
+            body = codec.reject_body(RejectCode.BUSY, 1.0, "too many peers")
+            self._send(peer, MessageType.REJECT, body)
+            return
+        extra = {"peer": answer.worker_id, "plane": answer.plane, "reason": answer.reason}
+        if answer.plane is None:
+            self.counters.incompatible += 1
+            log.warning("transfer.peer_refused", extra=extra)
+        else:
+            log.info("transfer.peer_welcome", extra=extra)
+            self._peers[peer.base] = _PeerInfo(answer.plane, self._clock.now())
+        self._send(peer, answer.type, answer.body)
+
+    def _make_room_for(self, base: bytes) -> bool:
+        if base in self._peers or len(self._peers) < self._config.max_peers:
+            return True
+        busy = {o.machine.owner.base for o in self._by_key.values() if o.machine.owner}
+        idle = [(info.last_heard, other) for other, info in self._peers.items()]
+        idle = [entry for entry in idle if entry[1] not in busy]
+        if not idle:
+            return False
+        del self._peers[min(idle)[1]]
+        return True
+
+    def _on_renew(self, peer: Peer, message: Message) -> None:
+        ids = list(codec.parse(pb.Renew, message.body).xfer_ids)
+        now = self._clock.now()
+        known: list[int] = []
+        for xfer_id in ids:
+            offered = self._by_xfer.get(xfer_id)
+            if offered is not None and offered.machine.on_renew(peer.base, now):
+                known.append(xfer_id)
+                self._timers.at_latest(xfer_id, offered.machine.next_deadline())
+        body = pb.Renewed(xfer_ids=known).SerializeToString()
+        self._send(peer, MessageType.RENEWED, body)
+
+    def _on_open(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        request = codec.parse(pb.Open, message.body)
+        offered, refusal = self._find_offer(peer, header.xfer_id, request)
+        if offered is None or refusal is not None:
+            code, detail = refusal or (RejectCode.UNKNOWN, "no such transfer")
+            self._reject(peer, header.xfer_id, header.attempt, code, 0.0, detail)
+            return
+        args = codec.open_args(request, offered.machine.num_blocks)
+        if args.attempt != header.attempt:
+            raise WireError("attempt")
+        if args.plane == "memfd" and self._peers[peer.base].plane != "memfd":
+            detail = "plane was not agreed"
+            self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, 0.0, detail)
+            return
+        now = self._clock.now()
+        if offered.opened_at is None:
+            offered.opened_at = now
+        self._apply(offered, offered.machine.on_open(peer, args, now))
+
+    def _find_offer(
+        self, peer: Peer, xfer_id: int, request: pb.Open
+    ) -> tuple[_Offered | None, tuple[RejectCode, str] | None]:
+        """Return the offer an OPEN means, or why it may not have it."""
+        if peer.base not in self._peers:
+            return None, (RejectCode.AUTH, "OPEN before HELLO")
+        try:
+            if read_unverified(request.signed_ticket).incarnation != self._incarnation:
+                return None, (RejectCode.UNKNOWN, "the ticket is of an earlier life")
+            ticket = self._signer.verify(request.signed_ticket)
+        except TicketError as error:
+            return None, (RejectCode.AUTH, str(error))
+        if ticket.xfer_id != xfer_id:
+            return None, (RejectCode.AUTH, "the ticket is for another transfer")
+        if request.head_hi or request.layer_hi or request.wire_dtype:
+            return None, (RejectCode.LAYOUT, "partial ranges and conversion are not served")
+        return self._by_xfer.get(xfer_id), None
+
+    def _on_session_message(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        offered = self._by_xfer.get(header.xfer_id)
+        if offered is None:
+            self._answer_unknown(peer, message)
+            return
+        actions = self._session_event(offered.machine, peer, message)
+        self._apply(offered, actions)
+
+    def _session_event(
+        self, machine: SenderTransfer, peer: Peer, message: Message
+    ) -> list[SenderAction]:
+        kind, attempt, now = message.header.type, message.header.attempt, self._clock.now()
+        if kind is MessageType.CREDIT:
+            credit = codec.parse(pb.Credit, message.body)
+            return machine.on_credit(peer, attempt, credit.size_bytes)
+        if kind is MessageType.PULLED:
+            pulled = codec.parse(pb.Pulled, message.body)
+            return machine.on_pulled(peer, attempt, pulled.lo, pulled.hi, now)
+        if kind is MessageType.NACK:
+            indexes, tail = codec.nack_args(message.body)
+            self.counters.resends += len(indexes) + tail
+            return machine.on_nack(peer, attempt, indexes, tail, now)
+        if kind is MessageType.DONE:
+            done = codec.parse(pb.DoneTransfer, message.body)
+            return machine.on_done(peer, attempt, done.size_bytes, now)
+        if kind is MessageType.ABORT:
+            reason = codec.clip(codec.parse(pb.Abort, message.body).reason)
+            return machine.on_abort(peer, attempt, reason, now)
+        if kind is MessageType.ABORTED:
+            return machine.on_aborted(peer, attempt, now)
+        raise WireError("direction")
+
+    def _answer_unknown(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        answers = {MessageType.DONE: MessageType.CLOSED, MessageType.ABORT: MessageType.ABORTED}
+        answer = answers.get(header.type)
+        if answer is not None:
+            self._send(peer, answer, b"", header.xfer_id, header.attempt)
+
+    def _peer_lost(self, base: bytes) -> None:
+        if not base:
+            return
+        now = self._clock.now()
+        for offered in list(self._by_key.values()):
+            self._apply(offered, offered.machine.on_peer_lost(base, now))
+
+    # ---- actions ------------------------------------------------------------------------------
+
+    def _apply(self, offered: _Offered, actions: Sequence[SenderAction]) -> None:
+        machine = offered.machine
+        for action in actions:
+            if isinstance(action, sender.Release):
+                self._release(offered, action)
+            elif isinstance(action, sender.DataReady):
+                if machine.plane == "zmq":
+                    queue = self._hungry.setdefault(action.peer.base, OrderedDict())
+                    queue[machine.xfer_id] = None
+            else:
+                self._send_action(offered, action)
+        if machine.xfer_id in self._by_xfer:
+            self._timers.at_latest(machine.xfer_id, machine.next_deadline())
+
+    def _send_action(
+        self,
+        offered: _Offered,
+        action: sender.SendOpened
+        | sender.SendReject
+        | sender.SendReady
+        | sender.SendFinal
+        | sender.SendAbort
+        | sender.SendAborted
+        | sender.SendClosed,
+    ) -> None:
+        xfer_id, attempt, peer = offered.machine.xfer_id, action.attempt, action.peer
+        if isinstance(action, sender.SendReject):
+            self._reject(peer, xfer_id, attempt, action.code, action.retry_after_s, action.detail)
+            return
+        if isinstance(action, sender.SendReady):
+            ready = self._ready_args(offered, action.lo, action.hi)
+            for _, _, body in codec.ready_bodies(ready):
+                self._send(peer, MessageType.READY, body, xfer_id, attempt)
+            return
+        kind, body = self._simple_body(offered, action)
+        self._send(peer, kind, body, xfer_id, attempt)
+
+    def _simple_body(
+        self,
+        offered: _Offered,
+        action: sender.SendOpened
+        | sender.SendFinal
+        | sender.SendAbort
+        | sender.SendAborted
+        | sender.SendClosed,
+    ) -> tuple[MessageType, bytes]:
+        if isinstance(action, sender.SendOpened):
+            lease_ms = round(action.lease_s * 1000)
+            return MessageType.OPENED, pb.Opened(lease_ms=lease_ms).SerializeToString()
+        if isinstance(action, sender.SendFinal):
+            return MessageType.FINAL, codec.final_body(self._final_args(offered))
+        if isinstance(action, sender.SendAbort):
+            body = pb.Abort(reason=codec.clip(action.reason)).SerializeToString()
+            return MessageType.ABORT, body
+        if isinstance(action, sender.SendAborted):
+            return MessageType.ABORTED, b""
+        return MessageType.CLOSED, b""
+
+    def _ready_args(self, offered: _Offered, lo: int, hi: int) -> ReadyArgs:
+        blocks = offered.machine.block_ids[lo:hi]
+        return ReadyArgs(
+            lo=lo,
+            gens=offered.gens[lo:hi],
+            digests=offered.digests[lo:hi],
+            source_blocks=np.array(blocks, dtype=np.uint32),
+        )
+
+    def _final_args(self, offered: _Offered) -> FinalArgs:
+        final = offered.machine.final
+        assert final is not None
+        has_tail = final.info.tail_block is not None
+        return FinalArgs(
+            first=final.info.first,
+            num_tokens=final.info.num_tokens,
+            num_blocks=offered.machine.num_blocks,
+            tail_valid_tokens=final.info.tail_valid_tokens if has_tail else 0,
+            tail_source_block=final.info.tail_block or 0,
+            tail_gen=final.tail_gen,
+            tail_digest=final.tail_digest,
+            prefill_us=final.info.prefill_us,
+        )
+
+    def _reject(
+        self,
+        peer: Peer,
+        xfer_id: int,
+        attempt: int,
+        code: RejectCode,
+        retry_after_s: float,
+        detail: str,
+    ) -> None:
+        self.counters.rejects[code.name] = self.counters.rejects.get(code.name, 0) + 1
+        log.info(
+            "transfer.rejected",
+            extra={"peer": worker_id_of(peer.base), "code": code.name, "detail": detail},
+        )
+        body = codec.reject_body(code, retry_after_s, detail)
+        self._send(peer, MessageType.REJECT, body, xfer_id, attempt)
+
+    def _send(
+        self, peer: Peer, kind: MessageType, body: bytes, xfer_id: int = 0, attempt: int = 0
+    ) -> None:
+        try:
+            self._router.send(peer.route, kind, body, xfer_id, attempt)
+        except PeerGone as error:
+            log.info(
+                "transfer.peer_gone",
+                extra={"peer": worker_id_of(peer.base), "reason": str(error)},
+            )
+            # Noted by a command: the caller is in the middle of one session's actions.
+            self._inbox.put(lambda: self._peer_lost(peer.base))
+
+    def _release(self, offered: _Offered, action: sender.Release) -> None:
+        machine, key = offered.machine, offered.offer.key
+        self._by_key.pop(key, None)
+        with self._lock:
+            self._open_keys.discard(key)
+        self._tombstones[machine.xfer_id] = None
+        if len(self._tombstones) > _MAX_TOMBSTONES:
+            self._bury(next(iter(self._tombstones)))
+        outcome = action.outcome
+        self.counters.released[outcome] = self.counters.released.get(outcome, 0) + 1
+        stats = TransferStats(
+            plane=machine.plane,
+            peer=worker_id_of(machine.owner.base) if machine.owner else "",
+            size_bytes=machine.bytes_moved,
+            blocks_moved=machine.blocks_moved,
+            blocks_deduped=machine.blocks_deduped,
+            nacks=machine.num_nacks,
+        )
+        try:
+            self._on_event(SourceReleased(key, outcome, action.reason, stats))
+        except Exception:  # a listener's fault is not the transfer's
+            log.exception("transfer.source_listener_failed")

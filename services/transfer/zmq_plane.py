@@ -1,0 +1,443 @@
+"""The only module with ZMQ sockets: ROUTER at the prefill side, one DEALER a peer at decode.
+
+Traps this guards against: ROUTER drops silently without MANDATORY; a reused identity is ignored
+without HANDOVER; blocking sends; unlimited message size; recv_into truncates silently.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from services.common.errors import ConfigError
+from services.transfer.config import MIB, TransferConfig
+from services.transfer.values import Peer
+from services.transfer.wire import Header, Message, MessageType, WireError, decode, encode
+
+log = logging.getLogger(__name__)
+
+MAIN, RENEW = b"m", b"r"  # channels of one peer
+_SUFFIX_BYTES = 1 + 4  # channel, connection number
+_HWM_MESSAGES = 256
+_MAX_BACKLOG = 1024
+_SNDBUF_BYTES = MIB  # what the kernel holds cannot be taken back by an abort
+
+Block = npt.NDArray[np.uint8]
+SinkContext = zmq.Context[zmq.Socket[bytes]]
+
+
+class PeerGone(Exception):
+    """The connection is broken, or the peer reads too slowly to be one."""
+
+
+class DataSent:
+    """A DATA message inside ZMQ; its blocks are read until it is done."""
+
+    def __init__(self, trackers: list[zmq.MessageTracker]) -> None:
+        self._trackers = trackers
+
+    def is_done(self) -> bool:
+        """Tell whether ZMQ has let go of every block."""
+        return all(tracker.done for tracker in self._trackers)
+
+
+class CurveKeys(NamedTuple):
+    """Key pair all workers of one cluster share."""
+
+    public: bytes
+    secret: bytes
+
+
+def load_curve_keys(config: TransferConfig) -> CurveKeys | None:
+    """Read the key file, if one is configured."""
+    if config.curve_key_file is None:
+        return None
+    try:
+        public, secret = zmq.auth.load_certificate(Path(config.curve_key_file))
+    except (OSError, ValueError) as error:
+        raise ConfigError("transfer.curve_key_file: cannot be read as a key file") from error
+    if secret is None:
+        raise ConfigError("transfer.curve_key_file: holds no secret key")
+    return CurveKeys(public, secret)
+
+
+def check_host(host: str, config: TransferConfig) -> None:
+    """Refuse an address on which KV would cross a network in plaintext, unless allowed."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        raise ConfigError(f"transfer: {host!r} is not an IP address") from None
+    if address.is_unspecified:
+        raise ConfigError("transfer: bind to one address, not to all interfaces")
+    if address.is_loopback or config.curve_key_file or config.allow_plaintext_kv:
+        return
+    raise ConfigError(
+        "transfer: KV would leave this host in plaintext; "
+        "set transfer.curve_key_file or transfer.allow_plaintext_kv"
+    )
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split "tcp://host:port"; raise ValueError on anything else."""
+    scheme, sep, rest = endpoint.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not sep or not colon or not port.isdigit():
+        raise ValueError("not a tcp endpoint")
+    return host, int(port)
+
+
+def peer_base(worker_id: str, incarnation: int) -> bytes:
+    """Name one life of a worker."""
+    return worker_id.encode() + b"\0" + incarnation.to_bytes(8, "little")
+
+
+def parse_route(route: bytes) -> Peer:
+    """Read a ZMQ identity of ours."""
+    base = route[:-_SUFFIX_BYTES]
+    if len(base) < 10 or base[-9:-8] != b"\0":
+        raise WireError("identity")
+    return Peer(base, route)
+
+
+def worker_id_of(base: bytes) -> str:
+    """Return the worker id in a base; for logs and statistics."""
+    return base[:-9].decode(errors="replace")
+
+
+class Poller:
+    """Waits for sockets and descriptors of one thread."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def add(self, source: RouterPort | DealerLink | int) -> None:
+        """Watch for reading."""
+        for handle in _handles(source):
+            self._poller.register(handle, zmq.POLLIN)
+
+    def remove(self, source: RouterPort | DealerLink | int) -> None:
+        """Stop watching; call it before closing."""
+        for handle in _handles(source):
+            self._poller.unregister(handle)
+
+    def wait(self, timeout_s: float) -> set[object]:
+        """Return the descriptors and sockets that are readable."""
+        timeout_ms = max(0, -int(-timeout_s * 1000 // 1))  # rounded up: no spinning at the end
+        return {handle for handle, _ in self._poller.poll(timeout_ms)}
+
+
+def _handles(source: RouterPort | DealerLink | int) -> tuple[zmq.Socket[bytes] | int, ...]:
+    if isinstance(source, int):
+        return (source,)
+    return source.sockets
+
+
+class RouterPort:
+    """The bound socket of a source."""
+
+    def __init__(
+        self, host: str, incarnation: int, config: TransferConfig, keys: CurveKeys | None
+    ) -> None:
+        self._incarnation = incarnation
+        self._context = zmq.Context()
+        self._auth = _start_authenticator(self._context, keys)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._seq: OrderedDict[bytes, int] = OrderedDict()
+        self._max_seq = 4 * config.max_peers
+        self._backlog: dict[bytes, deque[tuple[bytes, bytes]]] = {}
+        _set_common(self._socket, config)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MIB)  # only control comes this way
+        self._socket.setsockopt(zmq.SNDBUF, _SNDBUF_BYTES)
+        if ":" in host:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        if keys is not None:
+            self._socket.curve_secretkey = keys.secret
+            self._socket.curve_publickey = keys.public
+            self._socket.curve_server = True
+        wrapped = f"[{host.strip('[]')}]" if ":" in host else host
+        self.port = self._socket.bind_to_random_port(f"tcp://{wrapped}")
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """What to poll."""
+        return (self._socket,)
+
+    def recv(self) -> tuple[bytes, list[bytes]] | None:
+        """Return one message as (route, frames), at most three frames kept; None when empty."""
+        try:
+            route = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        frames: list[bytes] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < 3:
+                frames.append(self._socket.recv(zmq.NOBLOCK))
+            else:
+                self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+        return route, frames
+
+    def send(
+        self, route: bytes, kind: MessageType, body: bytes = b"", xfer_id: int = 0, attempt: int = 0
+    ) -> None:
+        """Send, or queue while the peer's pipe is full; raise PeerGone when that is hopeless."""
+        header = Header(kind, self._incarnation, xfer_id, attempt, self._next_seq(route))
+        frames = encode(header, body)
+        backlog = self._backlog.get(route)
+        if backlog is None and self._try_send(route, frames):
+            return
+        queue = self._backlog.setdefault(route, deque())
+        if len(queue) >= _MAX_BACKLOG:
+            self.forget(route)
+            raise PeerGone("reads too slowly")
+        queue.append(frames)
+
+    def send_data(
+        self, peer: Peer, xfer_id: int, attempt: int, body: bytes, blocks: Sequence[Block]
+    ) -> DataSent:
+        """Send blocks without copying; they are read until the result is done."""
+        if peer.route in self._backlog:
+            raise BlockingIOError
+        seq = self._next_seq(peer.route)
+        header = Header(
+            MessageType.DATA, self._incarnation, xfer_id, attempt, seq, n_payload=len(blocks)
+        )
+        head, body = encode(header, body)
+        self._send_first(peer.route, head, body, more=True)
+        trackers: list[zmq.MessageTracker] = []
+        for i, block in enumerate(blocks):
+            more = zmq.SNDMORE if i + 1 < len(blocks) else 0
+            frame = zmq.Frame(block.data, track=True, copy=False)
+            self._socket.send(frame, flags=more | zmq.NOBLOCK, copy=False)
+            assert frame.tracker is not None
+            trackers.append(frame.tracker)
+            del frame  # it holds the block too
+        return DataSent(trackers)
+
+    def can_send_data(self, route: bytes) -> bool:
+        """Tell whether control messages are still waiting before any data."""
+        return route not in self._backlog
+
+    def flush(self) -> list[bytes]:
+        """Send what waits; return the routes that turned out to be gone."""
+        gone: list[bytes] = []
+        for route, queue in list(self._backlog.items()):
+            try:
+                while queue and self._try_send(route, queue[0]):
+                    queue.popleft()
+            except PeerGone:
+                gone.append(route)
+                continue
+            if not queue:
+                del self._backlog[route]
+        return gone
+
+    @property
+    def has_backlog(self) -> bool:
+        """Tell whether `flush` has something to do."""
+        return bool(self._backlog)
+
+    def forget(self, route: bytes) -> None:
+        """Drop what is queued for a route."""
+        self._backlog.pop(route, None)
+        self._seq.pop(route, None)
+
+    def close(self) -> None:
+        """Close; every tracker is done afterwards."""
+        self._socket.close(linger=0)
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.term()
+
+    def _try_send(self, route: bytes, frames: tuple[bytes, bytes]) -> bool:
+        try:
+            self._send_first(route, frames[0], frames[1], more=False)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _send_first(self, route: bytes, head: bytes, body: bytes, more: bool) -> None:
+        try:
+            self._socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            raise BlockingIOError from None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.forget(route)
+            raise PeerGone("not connected") from None
+        self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
+        self._socket.send(body, (zmq.SNDMORE if more else 0) | zmq.NOBLOCK)
+
+    def _next_seq(self, route: bytes) -> int:
+        seq = self._seq.pop(route, 0) + 1
+        self._seq[route] = seq
+        if len(self._seq) > self._max_seq:
+            self._seq.popitem(last=False)
+        return seq
+
+
+class DealerLink:
+    """One connection of a sink (or of its renew thread) to a source."""
+
+    def __init__(
+        self,
+        context: SinkContext,
+        endpoint: str,
+        base: bytes,
+        channel: bytes,
+        config: TransferConfig,
+        keys: CurveKeys | None,
+        max_frame_bytes: int = 0,
+    ) -> None:
+        self._incarnation = int.from_bytes(base[-8:], "little")
+        self._seq = 0
+        self._rest = False
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, base + channel + secrets.token_bytes(4))
+        _set_common(self._socket, config)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, 2 * MIB))
+        # A broken connection stays broken: whoever owns the link decides about another one.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(config.connect_timeout_s * 1000))
+        if "[" in endpoint:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        if keys is not None:
+            self._socket.curve_secretkey = keys.secret
+            self._socket.curve_publickey = keys.public
+            self._socket.curve_serverkey = keys.public
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MONITORED)
+        self._socket.connect(endpoint)
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """What to poll."""
+        return (self._socket, self._monitor)
+
+    def send(
+        self, kind: MessageType, body: bytes = b"", xfer_id: int = 0, attempt: int = 0
+    ) -> bool:
+        """Send; False when the pipe is full (everything a sink sends is repeated if need be)."""
+        self._seq += 1
+        header = Header(kind, self._incarnation, xfer_id, attempt, self._seq)
+        head, body = encode(header, body)
+        try:
+            self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._socket.send(body, zmq.NOBLOCK)
+        return True
+
+    def recv(self) -> Message | None:
+        """Return the next header and body; payload frames are read by `recv_block`."""
+        self.discard_rest()
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        if self._more():
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        message = decode(frames)
+        self._rest = self._more()
+        if message.header.n_payload == 0 and self._rest:
+            raise WireError("frame_count")
+        return message
+
+    def recv_block(self, block: Block) -> bool:
+        """Receive one payload frame into a block; False if it has another length."""
+        if not self._more():
+            return False
+        return self._socket.recv_into(block.data, flags=zmq.NOBLOCK) == block.nbytes
+
+    def skip_block(self) -> None:
+        """Throw one payload frame away."""
+        if self._more():
+            self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+
+    def discard_rest(self) -> int:
+        """Throw away what is left of the current message."""
+        num_frames = 0
+        while self._more():
+            self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+            num_frames += 1
+        return num_frames
+
+    def broken(self) -> str | None:
+        """Return why the connection is broken, or None."""
+        reason = None
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            reason = reason or _BROKEN.get(zmq.Event(event["event"]))
+        return reason
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the connection."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    def _more(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.RCVMORE))
+
+
+_BROKEN = {
+    zmq.EVENT_DISCONNECTED: "disconnected",
+    zmq.EVENT_CLOSED: "refused",
+    zmq.EVENT_CONNECT_RETRIED: "refused",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "not a ZMQ peer",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not authorised",
+}
+_MONITORED = 0
+for _event in _BROKEN:
+    _MONITORED |= int(_event)
+
+
+def new_context() -> SinkContext:
+    """Make the context of one sink."""
+    return zmq.Context()
+
+
+def _set_common(socket: zmq.Socket[bytes], config: TransferConfig) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, _HWM_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, _HWM_MESSAGES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(config.connect_timeout_s * 1000))
+    # A frozen peer never closes its connection; this does, and with it go the blocks it holds.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(config.ping_interval_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(config.peer_timeout_s * 1000))
+
+
+class _ClusterKey:
+    """Admits exactly the peers that hold the cluster's key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Tell whether a client key is ours."""
+        return secrets.compare_digest(zmq.utils.z85.encode(key), self._public)
+
+
+def _start_authenticator(
+    context: SinkContext, keys: CurveKeys | None
+) -> ThreadAuthenticator | None:
+    if keys is None:
+        return None
+    auth = ThreadAuthenticator(context)
+    auth.start()
+    auth.configure_curve_callback(domain="*", credentials_provider=_ClusterKey(keys.public))
+    return auth
