@@ -30,11 +30,14 @@ class TextModel:
         tokenizer: Tokenizer,
         token_bytes: TokenBytes,
         template: ChatTemplate | None,
+        max_token_bytes: int | None = None,
     ) -> None:
+        """`max_token_bytes`: longest stretch of text one token can take; None = no bound."""
         self.manifest = manifest
         self.template = template
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
+        self._max_token_bytes = max_token_bytes
 
     @staticmethod
     def load(model_dir: Path) -> TextModel:
@@ -56,7 +59,11 @@ class TextModel:
             )
         description: dict[str, Any] = json.loads(raw)
         token_bytes = TokenBytes.from_description(description, tokenizer.id_to_token)
-        return TextModel(manifest, tokenizer, token_bytes, load_chat_template(model_dir))
+        template = load_chat_template(model_dir)
+        # A normalizer may drop text, and then a long text may have few tokens.
+        is_bounded = tokenizer.normalizer is None
+        longest = max(map(_utf8_length, tokenizer.get_vocab()), default=1) if is_bounded else None
+        return TextModel(manifest, tokenizer, token_bytes, template, longest)
 
     def encode(self, text: str, add_special: bool) -> npt.NDArray[np.uint32]:
         """Turn text into ids; `add_special` puts what the model wants around raw text."""
@@ -66,6 +73,10 @@ class TextModel:
         if add_special and bos is not None and (not ids or ids[0] != bos):
             ids.insert(0, bos)
         return np.asarray(ids, dtype=np.uint32)
+
+    def least_tokens(self, size_bytes: int) -> int:
+        """Give a lower bound on the tokens of a text of that many UTF-8 bytes."""
+        return -(-size_bytes // self._max_token_bytes) if self._max_token_bytes else 0
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
         """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
@@ -99,6 +110,10 @@ class TextModel:
     def in_vocabulary(self, token_id: int) -> bool:
         """Whether the model has an embedding for the id."""
         return 0 <= token_id < self.manifest.vocab_size
+
+
+def _utf8_length(token: str) -> int:
+    return len(token.encode())
 
 
 def _read_tokenizer(model_dir: Path, manifest: ModelManifest) -> bytes:

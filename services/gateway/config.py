@@ -1,0 +1,34 @@
+"""What the front doors can be told; every bound has a safe default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.common.limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Settings of both front doors. Limits of a single request are in `limits`."""
+
+    limits: Limits = field(default_factory=Limits)
+    keys_file: Path | None = None  # None = open to everyone who reaches the port
+    keys_poll_s: float = 1.0  # how soon a changed keys file counts
+    max_message_bytes: int = 16 << 20  # gRPC, both ways
+    max_concurrent_streams: int = 1000  # per gRPC connection
+    max_connection_age_s: float = 1800.0
+    max_connection_age_grace_s: float = 660.0  # longer than the default deadline
+    min_client_ping_interval_s: float = 0.5  # faster keepalive pings are abuse
+    max_http_connections: int = 10_000
+    max_http_head_bytes: int = 32 << 10
+    http_head_timeout_s: float = 30.0
+    http_body_timeout_s: float = 30.0
+    http_keep_alive_s: int = 75
+    text_threads: int = 2  # for templates and long prompts
+    max_text_jobs: int = 256  # waiting or running in those threads
+    max_idempotency_keys: int = 4096
+    idempotency_ttl_s: float = 600.0
+    max_kept_outputs: int = 200_000  # outputs kept for replay, all keys together
+    orphan_grace_s: float = 2.0  # a keyed request without a client goes on that long
+    health_poll_s: float = 0.2

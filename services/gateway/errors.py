@@ -1,0 +1,66 @@
+"""Errors as clients see them: OpenAI error objects and gRPC statuses, from the one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from services.common.errors import IsthmusError, RequestError
+
+_STATUS_BY_NAME = {status.name: status for status in grpc.StatusCode}
+_MAX_GRPC_DETAILS = 1024  # the status travels in a header
+
+
+def openai_error(error: IsthmusError) -> dict[str, Any]:
+    """Build the body OpenAI clients expect."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.spec.openai_type,
+            "param": error.param,
+            "code": error.spec.code,
+        }
+    }
+
+
+def http_headers(error: IsthmusError) -> dict[str, str]:
+    """Give the headers that go with an error."""
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["retry-after"] = str(max(1, -(-error.retry_after_ms // 1000)))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
+    if error.spec.code == "unauthenticated":
+        headers["www-authenticate"] = "Bearer"
+    if not error.spec.retryable:
+        headers["x-should-retry"] = "false"  # the openai client would retry any 409 and 5xx
+    return headers
+
+
+def grpc_status(error: IsthmusError) -> tuple[grpc.StatusCode, str]:
+    """Give the status and details; details start with the stable code."""
+    details = f"{error.spec.code}: {error.message}"[:_MAX_GRPC_DETAILS]
+    return _STATUS_BY_NAME[error.spec.grpc_status], details
+
+
+def grpc_trailers(error: IsthmusError) -> tuple[tuple[str, str], ...]:
+    """Give the trailing metadata: code, retryable, field, when to come back."""
+    trailers = [
+        ("isthmus-code", error.spec.code),
+        ("isthmus-retryable", "true" if error.spec.retryable else "false"),
+    ]
+    if error.param is not None:
+        trailers.append(("isthmus-param", error.param.encode("ascii", "replace").decode()))
+    if error.retry_after_ms is not None:
+        trailers.append(("isthmus-retry-after-ms", str(error.retry_after_ms)))
+    return tuple(trailers)
+
+
+def internal_error(request_id: str) -> IsthmusError:
+    """Make the answer to a fault of ours; the log has the rest."""
+    return RequestError("internal", f"internal error; request id {request_id}")
+
+
+def cut_off_error() -> IsthmusError:
+    """Make the answer when the work was cancelled although the client still waits."""
+    return RequestError("worker_lost", "the request was cut off inside the server")

@@ -1,0 +1,150 @@
+"""The one way a request takes from either door to the router and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from services.common.clock import Clock
+from services.common.errors import IsthmusError, RequestError
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import cut_off_error, internal_error
+from services.gateway.idempotency import IdempotencyTable
+from services.gateway.prepare import Preparer
+from services.gateway.shared_run import SharedRun
+from services.gateway.spec import GenerateSpec
+from services.gateway.validate import Arrival, deadline_of
+from services.router.api import RouterOutput, RouterPort
+
+log = logging.getLogger(__name__)
+
+# The router ends a request at its deadline; the doors only step in if it does not.
+DEADLINE_GRACE_S = 1.0
+
+
+class FrontDesk:
+    """Runs requests, joins repeated ones, knows whether it is open, counts what is inside."""
+
+    def __init__(
+        self, router: RouterPort, preparer: Preparer, config: GatewayConfig, clock: Clock
+    ) -> None:
+        self.preparer = preparer
+        self.config = config
+        self.clock = clock
+        self._router = router
+        self._table: IdempotencyTable[SharedRun] = IdempotencyTable(
+            config.max_idempotency_keys, config.max_kept_outputs, config.idempotency_ttl_s
+        )
+        self._shared: set[SharedRun] = set()  # running
+        self._num_open = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests inside now."""
+        return self._num_open
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether new requests would be served, and why not."""
+        if self._is_draining:
+            return False, "draining"
+        return self._router.is_ready()
+
+    def time_left_s(self, spec: GenerateSpec, arrival: Arrival) -> float:
+        """Give how long a door may spend on a request before it gives it up."""
+        deadline = deadline_of(spec.timeout_ms, arrival, self.config.limits)
+        return max(0.0, deadline - self.clock.now() + DEADLINE_GRACE_S)
+
+    def generate(
+        self, spec: GenerateSpec, arrival: Arrival, key: str = "", fingerprint: bytes = b""
+    ) -> AsyncGenerator[RouterOutput, None]:
+        """Run a request, or join the one of the same idempotency key. Raises IsthmusError."""
+        if self._is_draining:
+            raise RequestError("draining", "the server is shutting down", retry_after_ms=1000)
+        if not key:
+            return self._run(spec, arrival)
+        claim = self._table.claim(arrival.tenant, key, fingerprint, self.clock.now())
+        if claim.reason == "forgotten":
+            raise RequestError(
+                "duplicate_request",
+                "a request with this idempotency key has finished; its answer is no longer kept",
+            )
+        if claim.run is not None:
+            return claim.run.read()
+        run = SharedRun(
+            self._run(spec, arrival),
+            lambda done: self._run_done(arrival.tenant, key, done),
+            self.config.orphan_grace_s,
+        )
+        self._table.start(arrival.tenant, key, fingerprint, run)
+        self._shared.add(run)
+        return run.read()
+
+    def start_draining(self) -> None:
+        """Refuse new requests from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is inside; give False if some still are after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Cancel the runs nobody may be reading."""
+        for run in tuple(self._shared):
+            await run.close()
+
+    async def _run(
+        self, spec: GenerateSpec, arrival: Arrival
+    ) -> AsyncGenerator[RouterOutput, None]:
+        self._num_open += 1
+        self._idle.clear()
+        try:
+            call = await self.preparer.call(spec, arrival)
+            # The iterator may lack aclose() in a fake; the real one is a generator.
+            outputs = self._router.generate(call)
+            async with contextlib.AsyncExitStack() as stack:
+                if isinstance(outputs, AsyncGenerator):
+                    await stack.enter_async_context(contextlib.aclosing(outputs))
+                async for output in outputs:
+                    yield output
+        except IsthmusError:
+            raise
+        except asyncio.CancelledError:
+            if _is_own_cancel():
+                raise
+            # Some task under us was cancelled, not us: the client still waits for an answer.
+            log.exception("gateway.request_cut_off", extra={"request_id": arrival.request_id})
+            raise cut_off_error() from None
+        except Exception:  # outermost for one request: log, answer, let the others go on
+            log.exception("gateway.request_failed", extra={"request_id": arrival.request_id})
+            raise internal_error(arrival.request_id) from None
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
+
+    def _run_done(self, tenant: str, key: str, run: SharedRun) -> None:
+        self._shared.discard(run)
+        error = run.error
+        if error is not None and (error.spec.retryable or error.spec.code in _NOT_KEPT):
+            self._table.drop(tenant, key)
+        else:
+            self._table.finish(tenant, key, len(run.outputs), self.clock.now())
+
+
+# Ends that say nothing about the request itself: the same key may try again.
+_NOT_KEPT = frozenset({"cancelled", "internal", "slow_reader", "deadline_exceeded"})
+
+
+def _is_own_cancel() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,96 @@
+"""uvicorn's HTTP protocol with bounds on the request head: size, and time to send it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes connections whose request head is too large or comes too slowly."""
+
+    max_head_bytes = 32 << 10
+    head_timeout_s = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's own arguments
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._is_in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock on the first head."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, then look whether a head is still open and how large it is."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > self.max_head_bytes:
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        """A new head begins."""
+        self._is_in_head = True
+        if self._head_timer is None:
+            self._start_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The next bytes belong to another head."""
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_refusal(self.max_head_bytes))
+            self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def bounded_protocol(max_bytes: int, timeout_s: float) -> type[asyncio.Protocol]:
+    """Make the protocol class for these bounds."""
+
+    class Bounded(BoundedProtocol):
+        max_head_bytes = max_bytes
+        head_timeout_s = timeout_s
+
+    return Bounded
+
+
+def _refusal(max_head_bytes: int) -> bytes:
+    body = (
+        b'{"error":{"message":"the request head is larger than %d bytes",'
+        b'"type":"invalid_request_error","param":null,"code":"body_too_large"}}' % max_head_bytes
+    )
+    head = (
+        b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    )
+    return head + body

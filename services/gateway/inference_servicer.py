@@ -1,0 +1,317 @@
+"""The gRPC front door: isthmus.v1.Inference over the same desk as the HTTP door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+
+from services.common.errors import IsthmusError, RequestError
+from services.common.ids import RequestId, new_request_id
+from services.gateway.auth import Authenticator
+from services.gateway.errors import cut_off_error, grpc_status, grpc_trailers, internal_error
+from services.gateway.front_desk import FrontDesk
+from services.gateway.grpc_spec import (
+    add_request_end,
+    chat_input,
+    chunk_frame,
+    end_frame,
+    pack_ids,
+    parse_generate,
+    unpack_ids,
+)
+from services.gateway.hooks import GatewayHooks, RequestRecord
+from services.gateway.http_io import traceparent_of
+from services.gateway.limits import check_count, check_text
+from services.gateway.spec import ChatInput, TextInput
+from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.pb import inference_pb2, inference_pb2_grpc
+from services.router.api import ChoiceEnd, Chunk, RouterOutput
+
+log = logging.getLogger(__name__)
+
+AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of whichever RPC
+_MAX_TRANSPORT_DEADLINE_S = 1e9  # grpc reports "no deadline" as a huge number on some paths
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a request has come to, for its record."""
+
+    request_id: RequestId
+    received_at: float
+    code: str = "ok"
+    num_output_tokens: int = 0
+    ttft_s: float | None = None
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves Generate, ListModels, Tokenize and Detokenize."""
+
+    def __init__(self, desk: FrontDesk, authenticator: Authenticator, hooks: GatewayHooks) -> None:
+        self._desk = desk
+        self._authenticator = authenticator
+        self._hooks = hooks
+        self._clock = desk.clock
+        self._limits = desk.config.limits
+
+    async def Generate(  # noqa: N802 - the name is the protocol's
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
+        ],
+    ) -> AsyncIterator[inference_pb2.GenerateFrame]:
+        """Stream a request's frames. Every way it can end gives the client a status."""
+        progress = _Progress(new_request_id(), self._clock.now())
+        self._hooks.request_started("grpc", "Generate")
+        failure: IsthmusError | None = None
+        try:
+            async with contextlib.aclosing(self._frames(request, context, progress)) as frames:
+                async for frame in frames:
+                    yield frame
+        except IsthmusError as error:
+            failure = error
+        except TimeoutError:
+            failure = RequestError("deadline_exceeded", "the request's deadline passed")
+        except asyncio.CancelledError:
+            if _is_own_cancel():
+                progress.code = "cancelled"
+                raise
+            # A handler that lets this out never answers, and its client hangs.
+            failure = cut_off_error()
+        except Exception:  # outermost for one request
+            log.exception("gateway.grpc_failed", extra={"request_id": progress.request_id})
+            failure = internal_error(progress.request_id)
+        finally:
+            if failure is not None:
+                progress.code = failure.spec.code
+            self._record("Generate", progress)
+        if failure is not None:
+            await abort(context, failure)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse
+        ],
+    ) -> inference_pb2.ListModelsResponse:
+        """List what the cluster serves."""
+        models = [
+            inference_pb2.Model(
+                id=model.name,
+                context_length=model.context_length,
+                vocab_size=model.vocab_size,
+                weights_digest=model.weights_digest,
+            )
+            for model in self._desk.preparer.models()
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
+        ],
+    ) -> inference_pb2.TokenizeResponse:
+        """Turn text or a chat into ids."""
+        progress = _Progress(new_request_id(), self._clock.now())
+        try:
+            ids = await self._tokenize(request, progress.received_at, _time_left(context))
+        except IsthmusError as error:
+            progress.code = error.spec.code
+            await abort(context, error)
+        finally:
+            self._record("Tokenize", progress)
+        return inference_pb2.TokenizeResponse(token_ids=pack_ids(ids), count=len(ids))
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
+        ],
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turn ids into text."""
+        progress = _Progress(new_request_id(), self._clock.now())
+        try:
+            self._check_model(request.model)
+            ids = unpack_ids(request.token_ids, "token_ids")
+            text = self._desk.preparer.detokenize(ids, "token_ids")
+        except IsthmusError as error:
+            progress.code = error.spec.code
+            await abort(context, error)
+        finally:
+            self._record("Detokenize", progress)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def _frames(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
+        ],
+        progress: _Progress,
+    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
+        metadata = metadata_of(context)
+        caller = self._authenticator.authenticate(metadata)
+        self._check_ids(request)
+        await context.send_initial_metadata(_initial_metadata(request, progress.request_id))
+        mode = metadata.get("x-isthmus-force-mode")
+        spec = parse_generate(request, self._limits, None if mode is None else mode.upper())
+        arrival = Arrival(
+            request_id=progress.request_id,
+            received_at=progress.received_at,
+            tenant=caller.tenant,
+            traceparent=traceparent_of(metadata.get("traceparent", "")),
+            time_left_s=_time_left(context),
+        )
+        outputs = self._desk.generate(spec, arrival, *_idempotency(request))
+        limit = asyncio.get_running_loop().time() + self._desk.time_left_s(spec, arrival)
+        first: RequestId | None = progress.request_id
+        async with contextlib.aclosing(_within(outputs, limit)) as bounded:
+            async for frame in self._write(bounded, request.return_token_ids, progress):
+                if first is not None:
+                    frame.request_id, first = first, None
+                    progress.ttft_s = self._clock.now() - progress.received_at
+                yield frame
+
+    async def _write(
+        self,
+        outputs: AsyncGenerator[RouterOutput, None],
+        with_ids: bool,
+        progress: _Progress,
+    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
+        """Write frames. An end waits for what follows it: the last one carries usage."""
+        pending: inference_pb2.GenerateFrame | None = None
+        async for output in outputs:
+            if isinstance(output, Chunk):
+                frame = chunk_frame(output, with_ids=with_ids)
+            elif isinstance(output, ChoiceEnd):
+                frame = end_frame(output)
+            else:
+                if pending is None:
+                    raise RequestError("internal", "the answer ended without its end")
+                progress.num_output_tokens = output.completion_tokens
+                add_request_end(pending, output)
+                yield pending
+                return
+            if pending is not None:
+                yield pending
+                pending = None
+            if isinstance(output, ChoiceEnd):
+                pending = frame
+            else:
+                yield frame
+        raise RequestError("internal", "the answer ended without its end")
+
+    async def _tokenize(
+        self, request: inference_pb2.TokenizeRequest, received_at: float, time_left: float | None
+    ) -> list[int]:
+        self._check_model(request.model)
+        prompt: TextInput | ChatInput
+        if request.WhichOneof("input") == "chat":
+            prompt = chat_input(request.chat, self._limits, "chat.messages")
+            check_turns(prompt, self._limits, "chat.messages")
+        else:
+            prompt = TextInput(check_text(request.text, "text"))
+            check_count(len(request.text), self._limits.max_body_bytes, "text", "characters")
+        timeout_s = self._limits.default_timeout_ms / 1000
+        if time_left is not None:
+            timeout_s = min(timeout_s, time_left)
+        ids = await self._desk.preparer.tokenize(prompt, True, received_at + timeout_s, "text")
+        return [int(token_id) for token_id in ids]
+
+    def _check_model(self, name: str) -> None:
+        if name and name != self._desk.preparer.model().name:
+            raise model_not_found(name)
+
+    def _check_ids(self, request: inference_pb2.GenerateRequest) -> None:
+        for param in ("request_id", "idempotency_key"):
+            size = len(getattr(request, param).encode())
+            check_count(size, self._limits.max_id_bytes, param, "bytes")
+
+    def _record(self, route: str, progress: _Progress) -> None:
+        self._hooks.request_finished(
+            RequestRecord(
+                door="grpc",
+                route=route,
+                code=progress.code,
+                duration_s=self._clock.now() - progress.received_at,
+                request_id=progress.request_id,
+                num_output_tokens=progress.num_output_tokens,
+                ttft_s=progress.ttft_s,
+            )
+        )
+
+
+async def abort(context: AnyContext, error: IsthmusError) -> NoReturn:
+    """End an RPC with the error's status, details and trailers."""
+    status, details = grpc_status(error)
+    await context.abort(status, details, grpc_trailers(error))
+    raise AssertionError("abort returned")
+
+
+def metadata_of(context: AnyContext) -> Mapping[str, str]:
+    """Give a call's text metadata by lower-case key."""
+    return {
+        str(key): value
+        for key, value in context.invocation_metadata() or ()
+        if isinstance(value, str)
+    }
+
+
+async def _within(
+    outputs: AsyncGenerator[RouterOutput, None], limit: float
+) -> AsyncGenerator[RouterOutput, None]:
+    """Pass outputs on; raise TimeoutError when one is not there by the limit (loop time).
+
+    The timeout is set anew for each wait: a timeout held across a yield would cancel whatever
+    the consumer awaits at that moment.
+    """
+    async with contextlib.aclosing(outputs):
+        while True:
+            try:
+                async with asyncio.timeout_at(limit):
+                    output = await anext(outputs)
+            except StopAsyncIteration:
+                return
+            yield output
+
+
+def _initial_metadata(
+    request: inference_pb2.GenerateRequest, request_id: RequestId
+) -> tuple[tuple[str, str], ...]:
+    pairs = [("x-isthmus-request-id", str(request_id))]
+    own = request.request_id
+    if own and own.isascii() and own.isprintable():
+        pairs.append(("x-isthmus-client-request-id", own))
+    return tuple(pairs)
+
+
+def _idempotency(request: inference_pb2.GenerateRequest) -> tuple[str, bytes]:
+    if not request.idempotency_key:
+        return "", b""
+    content = inference_pb2.GenerateRequest()
+    content.CopyFrom(request)
+    content.request_id = ""  # a retry may carry a new one
+    raw = content.SerializeToString(deterministic=True)
+    return request.idempotency_key, hashlib.sha256(b"grpc\0" + raw).digest()
+
+
+def _time_left(context: AnyContext) -> float | None:
+    left = context.time_remaining()
+    return None if left is None or left > _MAX_TRANSPORT_DEADLINE_S else float(left)
+
+
+def _is_own_cancel() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,120 @@
+"""The API keys file: only SHA-256 digests of keys, rewritten atomically, mode 0600."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.common.errors import ConfigError
+
+_PREFIX = "isk"
+_MAX_FILE_BYTES = 4 << 20
+_MAX_KEYS = 10_000
+
+
+class KeyRecord(BaseModel):
+    """One key as the file knows it; the key itself is shown once and kept nowhere."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key_id: str = Field(pattern=r"^[0-9a-f]{12}$", description="public part of the key")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="digest of the whole key, hex")
+    tenant: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    label: str = Field(default="", max_length=128, description="what the key is for")
+    created_unix_ms: int = Field(ge=0)
+
+
+class KeysFile(BaseModel):
+    """Content of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = Field(default=1, ge=1, le=1)
+    keys: tuple[KeyRecord, ...] = Field(default=(), max_length=_MAX_KEYS)
+
+
+def read_keys(path: Path) -> KeysFile:
+    """Read the file; raise ConfigError if it is damaged, FileNotFoundError if it is absent."""
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise ConfigError(f"keys file: larger than {_MAX_FILE_BYTES} bytes")
+    try:
+        return KeysFile.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"keys file: {where}: {first['msg']}") from None
+
+
+def create_key(path: Path, tenant: str, label: str, unix_ms: int) -> tuple[str, KeyRecord]:
+    """Add a new key; give its text, which cannot be had again, and its record."""
+    key_id = secrets.token_hex(6)
+    key = f"{_PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+    try:
+        record = KeyRecord(
+            key_id=key_id,
+            sha256=hash_key(key),
+            tenant=tenant,
+            label=label,
+            created_unix_ms=unix_ms,
+        )
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise ConfigError(f"{first['loc'][0]}: {first['msg']}") from None
+    current = _read_or_empty(path)
+    _write(path, KeysFile(keys=(*current.keys, record)))
+    return key, record
+
+
+def list_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """Give the records in the file, none if there is no file."""
+    return _read_or_empty(path).keys
+
+
+def revoke_key(path: Path, key_id: str) -> bool:
+    """Take a key out; give False if the file has none of that id."""
+    current = _read_or_empty(path)
+    kept = tuple(record for record in current.keys if record.key_id != key_id)
+    if len(kept) == len(current.keys):
+        return False
+    _write(path, KeysFile(keys=kept))
+    return True
+
+
+def hash_key(key: str) -> str:
+    """Digest a key. A plain hash is enough: keys are 256 random bits, not passwords."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def key_id_of(key: str) -> str:
+    """Give the public part of a key, "" if it is not shaped like one of ours."""
+    parts = key.split("-", 2)
+    return parts[1] if len(parts) == 3 and parts[0] == _PREFIX else ""
+
+
+def _read_or_empty(path: Path) -> KeysFile:
+    try:
+        return read_keys(path)
+    except FileNotFoundError:
+        return KeysFile()
+
+
+def _write(path: Path, content: KeysFile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content.model_dump(mode="json"), indent=2) + "\n"
+    # mkstemp makes it 0600; rename is atomic, so a reader sees the old file or the new one.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

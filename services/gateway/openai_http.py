@@ -1,0 +1,289 @@
+"""The HTTP front door: OpenAI's endpoints, tokenising, and the process's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from services.common.errors import IsthmusError, RequestError
+from services.common.limits import Limits
+from services.gateway.auth import Authenticator
+from services.gateway.front_desk import FrontDesk
+from services.gateway.hooks import GatewayHooks
+from services.gateway.http_edge import Exchange, HttpEdge, HttpRoute
+from services.gateway.http_io import read_body, traceparent_of, while_connected
+from services.gateway.limits import check_text, parse_json
+from services.gateway.openai_api import (
+    OpenAIRequest,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter, dump
+from services.gateway.prepare import TextPool
+from services.gateway.spec import ChatInput, GenerateSpec
+from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.router.api import ChoiceEnd, Chunk, RequestEnd, RouterOutput, ServedModel
+
+T = TypeVar("T")
+
+_INLINE_PARSE_BYTES = 64 << 10  # larger bodies are parsed in a thread
+_TRUE = ("1", "true")
+
+
+class HttpDoor:
+    """Endpoints of the HTTP door; `app` is the ASGI application."""
+
+    def __init__(
+        self,
+        desk: FrontDesk,
+        pool: TextPool,
+        authenticator: Authenticator,
+        hooks: GatewayHooks,
+    ) -> None:
+        self._desk = desk
+        self._pool = pool
+        self._hooks = hooks
+        self._clock = desk.clock
+        self._config = desk.config
+        self._limits = desk.config.limits
+        self._created = self._clock.unix_ms() // 1000
+        routes = (
+            HttpRoute("/v1/chat/completions", "POST", self._chat),
+            HttpRoute("/v1/completions", "POST", self._completion),
+            HttpRoute("/v1/models", "GET", self._models),
+            HttpRoute("/v1/models/{model_id:path}", "GET", self._model),
+            HttpRoute("/tokenize", "POST", self._tokenize),
+            HttpRoute("/detokenize", "POST", self._detokenize),
+            HttpRoute("/health", "GET", self._health),
+            HttpRoute("/ready", "GET", self._ready),
+            HttpRoute("/metrics", "GET", self._metrics),
+        )
+        self.app = HttpEdge(routes, authenticator, hooks, self._clock)
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, parse_chat)
+
+    async def _completion(self, exchange: Exchange) -> None:
+        await self._generate(exchange, parse_completion)
+
+    async def _generate(
+        self, exchange: Exchange, parse: Callable[[Any, Limits], OpenAIRequest]
+    ) -> None:
+        self._hooks.request_started("http", exchange.route)
+        raw = await self._read(exchange)
+        request = await self._parse(raw, lambda body: parse(body, self._limits))
+        spec = self._with_headers(request.spec, exchange)
+        arrival = Arrival(
+            request_id=exchange.request_id,
+            received_at=exchange.received_at,
+            tenant=exchange.caller.tenant,
+            traceparent=traceparent_of(exchange.headers.get("traceparent", "")),
+        )
+        key = self._idempotency_key(exchange)
+        digest = hashlib.sha256(exchange.route.encode() + b"\0" + raw).digest() if key else b""
+        outputs = self._desk.generate(spec, arrival, key, digest)
+        facts = self._facts(exchange, request)
+        work = self._stream if request.stream else self._whole
+        try:
+            async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
+                async with contextlib.aclosing(outputs):
+                    await while_connected(work(exchange, outputs, facts, spec.n), exchange.receive)
+        except TimeoutError:
+            raise RequestError("deadline_exceeded", "the request's deadline passed") from None
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        outputs: AsyncGenerator[RouterOutput, None],
+        facts: AnswerFacts,
+        _num_choices: int,
+    ) -> None:
+        writer = StreamWriter(facts)
+        responder = exchange.responder
+        try:
+            async for output in outputs:
+                # Started late: an error before the first token keeps its own HTTP status.
+                if not responder.has_started:
+                    await responder.start_events()
+                    exchange.ttft_s = self._clock.now() - exchange.received_at
+                if isinstance(output, Chunk):
+                    data = writer.chunk(output)
+                    if data:
+                        await responder.events(data)
+                elif isinstance(output, ChoiceEnd):
+                    await responder.events(writer.end(output))
+                else:
+                    exchange.num_output_tokens = output.completion_tokens
+                    await responder.end_events(writer.finish(output))
+                    return
+            raise RequestError("internal", "the answer ended without its end")
+        except IsthmusError as error:
+            if not responder.has_started:
+                raise
+            # Headers are out: the error is an event, and no finish_reason or DONE follows.
+            exchange.code = error.spec.code
+            await responder.end_events(writer.error(error))
+
+    async def _whole(
+        self,
+        exchange: Exchange,
+        outputs: AsyncGenerator[RouterOutput, None],
+        facts: AnswerFacts,
+        num_choices: int,
+    ) -> None:
+        writer = BodyWriter(facts, num_choices)
+        async for output in outputs:
+            if isinstance(output, Chunk):
+                if exchange.ttft_s is None:
+                    exchange.ttft_s = self._clock.now() - exchange.received_at
+                writer.chunk(output)
+            elif isinstance(output, ChoiceEnd):
+                writer.end(output)
+            else:
+                exchange.num_output_tokens = output.completion_tokens
+                headers = _where_headers(output)
+                await exchange.responder.whole(200, writer.finish(output), headers=headers)
+                return
+        raise RequestError("internal", "the answer ended without its end")
+
+    async def _models(self, exchange: Exchange) -> None:
+        models = self._desk.preparer.models()
+        body = {"object": "list", "data": [self._model_object(model) for model in models]}
+        await exchange.responder.whole(200, dump(body))
+
+    async def _model(self, exchange: Exchange) -> None:
+        name = (exchange.path_params or {}).get("model_id", "")
+        for model in self._desk.preparer.models():
+            if model.name == name:
+                await exchange.responder.whole(200, dump(self._model_object(model)))
+                return
+        raise model_not_found(name)
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        raw = await self._read(exchange)
+        body = await self._parse(raw, lambda parsed: parse_tokenize(parsed, self._limits))
+        model = self._check_model(body.model)
+        if isinstance(body.prompt, ChatInput):
+            check_turns(body.prompt, self._limits, "messages")
+        else:
+            check_text(body.prompt.text, "prompt")
+        deadline = exchange.received_at + self._limits.default_timeout_ms / 1000
+        ids = await self._desk.preparer.tokenize(
+            body.prompt, body.add_special_tokens, deadline, "prompt"
+        )
+        answer = {
+            "count": len(ids),
+            "max_model_len": model.context_length,
+            "tokens": ids.tolist(),
+        }
+        await exchange.responder.whole(200, dump(answer))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        raw = await self._read(exchange)
+        name, tokens = await self._parse(raw, parse_detokenize)
+        self._check_model(name)
+        text = self._desk.preparer.detokenize(tokens.token_ids, "tokens")
+        await exchange.responder.whole(200, dump({"prompt": text}))
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.responder.whole(200, dump({"status": "ok"}))
+
+    async def _ready(self, exchange: Exchange) -> None:
+        is_ready, reason = self._desk.is_ready()
+        if is_ready:
+            await exchange.responder.whole(200, dump({"status": "ready"}))
+        else:
+            await exchange.responder.whole(503, dump({"status": "not ready", "reason": reason}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        content_type, body = self._hooks.render_metrics()
+        await exchange.responder.whole(200, body, content_type)
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        return await read_body(
+            exchange.receive,
+            exchange.headers,
+            self._limits.max_body_bytes,
+            self._config.http_body_timeout_s,
+        )
+
+    async def _parse(self, raw: bytes, parse: Callable[[Any], T]) -> T:
+        depth = self._limits.max_json_depth
+        if len(raw) <= _INLINE_PARSE_BYTES:
+            return parse(parse_json(raw, depth))
+        return await self._pool.run(
+            lambda: parse(parse_json(raw, depth)), self._config.http_body_timeout_s
+        )
+
+    def _check_model(self, name: str) -> ServedModel:
+        model = self._desk.preparer.model()
+        if name and name != model.name:
+            raise model_not_found(name)
+        return model
+
+    def _with_headers(self, spec: GenerateSpec, exchange: Exchange) -> GenerateSpec:
+        """Add what clients say in headers; values are checked with the rest."""
+        mode = exchange.headers.get(spec.names.force_mode)
+        if mode is not None:
+            spec = replace(spec, force_mode=mode.upper())
+        timeout = exchange.headers.get(spec.names.timeout)
+        if timeout is not None:
+            if not (timeout.isascii() and timeout.isdigit() and 0 < len(timeout) < 12):
+                raise RequestError(
+                    "invalid_argument",
+                    f"{spec.names.timeout} must be a whole number of milliseconds",
+                    param=spec.names.timeout,
+                )
+            spec = replace(spec, timeout_ms=int(timeout))
+        return spec
+
+    def _idempotency_key(self, exchange: Exchange) -> str:
+        key = exchange.headers.get("idempotency-key", "")
+        if len(key) > self._limits.max_id_bytes:
+            raise RequestError(
+                "invalid_argument",
+                f"idempotency-key is longer than {self._limits.max_id_bytes} bytes",
+                param="idempotency-key",
+            )
+        return key
+
+    def _facts(self, exchange: Exchange, request: OpenAIRequest) -> AnswerFacts:
+        model = self._desk.preparer.model()
+        timing = exchange.headers.get("x-isthmus-timing", "").lower() in _TRUE
+        return AnswerFacts(
+            request_id=exchange.request_id,
+            model=model.name,
+            created=self._clock.unix_ms() // 1000,
+            fingerprint=f"fp_{model.weights_digest[:12]}",
+            is_chat=request.is_chat,
+            logprobs=request.spec.logprobs,
+            top_logprobs=request.spec.top_logprobs,
+            with_usage=request.include_usage,
+            with_timing=timing,
+        )
+
+    def _model_object(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "isthmus",
+            "max_model_len": model.context_length,
+        }
+
+
+def _where_headers(end: RequestEnd) -> dict[str, str]:
+    timing = end.timing
+    named = {
+        "x-isthmus-mode": timing.mode,
+        "x-isthmus-plane": timing.plane,
+        "x-isthmus-prefill-worker": timing.prefill_worker,
+        "x-isthmus-decode-worker": timing.decode_worker,
+    }
+    return {name: value for name, value in named.items() if value}

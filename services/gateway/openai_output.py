@@ -1,0 +1,253 @@
+"""Router outputs written as OpenAI JSON: one body, or server-sent events.
+
+A stream has one event per token, so an event is put together from prepared bytes and only the
+new text goes through the JSON encoder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+from typing import Any
+
+from services.common.errors import IsthmusError
+from services.gateway.errors import openai_error
+from services.router.api import ChoiceEnd, Chunk, RequestEnd, TextLogprob
+
+DONE_EVENT = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this number for it
+_EVENT_END = b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFacts:
+    """What every object of one answer repeats."""
+
+    request_id: str
+    model: str
+    created: int  # Unix seconds
+    fingerprint: str
+    is_chat: bool
+    logprobs: bool
+    top_logprobs: int = 0
+    with_usage: bool = False  # stream: a last event with usage
+    with_timing: bool = False  # the key `isthmus` on the last object
+
+    @property
+    def answer_id(self) -> str:
+        """The id as OpenAI shapes it."""
+        bare = self.request_id.removeprefix("req-")
+        return f"chatcmpl-{bare}" if self.is_chat else f"cmpl-{bare}"
+
+    def head(self, *, is_stream: bool) -> dict[str, Any]:
+        """Give the keys in front of `choices`."""
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_stream else "chat.completion"
+        else:
+            kind = "text_completion"
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def dump(value: Any) -> bytes:
+    """Write JSON; a number that JSON cannot hold is a fault, not output."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def usage_of(end: RequestEnd) -> dict[str, Any]:
+    """Write the usage object."""
+    return {
+        "prompt_tokens": end.prompt_tokens,
+        "completion_tokens": end.completion_tokens,
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+    }
+
+
+def timing_of(facts: AnswerFacts, end: RequestEnd) -> dict[str, Any]:
+    """Write where and how fast a request ran."""
+    return {"request_id": facts.request_id, **dataclasses.asdict(end.timing)}
+
+
+class StreamWriter:
+    """Writes the events of one streamed answer."""
+
+    def __init__(self, facts: AnswerFacts) -> None:
+        self._facts = facts
+        head = dump(facts.head(is_stream=True))[:-1]
+        self._head = b"data: " + head
+        usage = b',"usage":null' if facts.with_usage else b""
+        text_key = b'"delta":{"content":' if facts.is_chat else b'"text":'
+        closing = b"}" if facts.is_chat else b""
+        self._plain_tail = (
+            closing + b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + _EVENT_END
+        )
+        self._usage = usage
+        self._text_key = text_key
+        self._prefixes: dict[int, bytes] = {}
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Write new output; nothing if a client could not see any of it."""
+        if self._facts.logprobs and chunk.logprobs:
+            return self._with_logprobs(chunk)
+        if not chunk.text:
+            return b""
+        prefix = self._prefixes.get(chunk.choice)
+        if prefix is None:
+            return self._first(chunk)
+        return prefix + encode_basestring(chunk.text).encode() + self._plain_tail
+
+    def end(self, end: ChoiceEnd) -> bytes:
+        """Write the end of one choice."""
+        opening = self._first(Chunk(end.choice, 0, (), "")) if self._is_new(end.choice) else b""
+        body: dict[str, Any] = {"delta": {}} if self._facts.is_chat else {"text": ""}
+        body |= {"logprobs": None, "finish_reason": end.finish_reason}
+        return opening + self._event({"index": end.choice, **body})
+
+    def finish(self, end: RequestEnd) -> bytes:
+        """Write what follows the last choice: usage and timing if asked for, and DONE."""
+        facts = self._facts
+        if not (facts.with_usage or facts.with_timing):
+            return DONE_EVENT
+        body: dict[str, Any] = {**facts.head(is_stream=True), "choices": []}
+        if facts.with_usage:
+            body["usage"] = usage_of(end)
+        if facts.with_timing:
+            body["isthmus"] = timing_of(facts, end)
+        return b"data: " + dump(body) + _EVENT_END + DONE_EVENT
+
+    def error(self, error: IsthmusError) -> bytes:
+        """Write the event that ends a broken stream: no finish_reason, no DONE."""
+        return b"data: " + dump(openai_error(error)) + _EVENT_END
+
+    def _is_new(self, choice: int) -> bool:
+        return choice not in self._prefixes
+
+    def _open(self, choice: int) -> None:
+        index = str(choice).encode()
+        self._prefixes[choice] = (
+            self._head + b',"choices":[{"index":' + index + b"," + self._text_key
+        )
+
+    def _first(self, chunk: Chunk) -> bytes:
+        self._open(chunk.choice)
+        body: dict[str, Any] = {"text": chunk.text}
+        if self._facts.is_chat:
+            body = {"delta": {"role": "assistant", "content": chunk.text}}
+        body |= {"logprobs": None, "finish_reason": None}
+        return self._event({"index": chunk.choice, **body})
+
+    def _with_logprobs(self, chunk: Chunk) -> bytes:
+        body: dict[str, Any]
+        if self._facts.is_chat:
+            delta: dict[str, Any] = {"content": chunk.text}
+            if self._is_new(chunk.choice):
+                delta = {"role": "assistant", **delta}
+            content = [chat_logprob(item) for item in chunk.logprobs]
+            body = {"delta": delta, "logprobs": {"content": content, "refusal": None}}
+        else:
+            offset = self._offsets.get(chunk.choice, 0)
+            written = legacy_logprobs(chunk.logprobs, self._facts.top_logprobs, offset)
+            self._offsets[chunk.choice] = offset + sum(len(item.text) for item in chunk.logprobs)
+            body = {"text": chunk.text, "logprobs": written}
+        if self._is_new(chunk.choice):
+            self._open(chunk.choice)
+        return self._event({"index": chunk.choice, **body, "finish_reason": None})
+
+    def _event(self, choice: Mapping[str, Any]) -> bytes:
+        return self._head + b',"choices":[' + dump(choice) + b"]" + self._usage + b"}" + _EVENT_END
+
+
+@dataclass(slots=True)
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class BodyWriter:
+    """Collects the outputs of one answer and writes them as one body."""
+
+    def __init__(self, facts: AnswerFacts, num_choices: int) -> None:
+        self._facts = facts
+        self._choices = [_Choice() for _ in range(num_choices)]
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Take new output."""
+        choice = self._choices[chunk.choice]
+        choice.texts.append(chunk.text)
+        choice.logprobs.extend(chunk.logprobs)
+
+    def end(self, end: ChoiceEnd) -> None:
+        """Take the end of one choice."""
+        self._choices[end.choice].finish_reason = end.finish_reason
+
+    def finish(self, end: RequestEnd) -> bytes:
+        """Write the body."""
+        facts = self._facts
+        choices = [self._write(index, choice) for index, choice in enumerate(self._choices)]
+        body = {**facts.head(is_stream=False), "choices": choices, "usage": usage_of(end)}
+        if facts.with_timing:
+            body["isthmus"] = timing_of(facts, end)
+        return dump(body)
+
+    def _write(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        written: dict[str, Any] = {"index": index}
+        if self._facts.is_chat:
+            written["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            written["text"] = text
+        written["logprobs"] = self._logprobs(choice.logprobs) if self._facts.logprobs else None
+        written["finish_reason"] = choice.finish_reason
+        return written
+
+    def _logprobs(self, items: Sequence[TextLogprob]) -> dict[str, Any]:
+        if self._facts.is_chat:
+            return {"content": [chat_logprob(item) for item in items], "refusal": None}
+        return legacy_logprobs(items, self._facts.top_logprobs, 0)
+
+
+def chat_logprob(item: TextLogprob) -> dict[str, Any]:
+    """Write one token's logprob in the chat form; `bytes` is exact where the text cannot be."""
+    top = [
+        {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        for _, text, raw, logprob in item.top
+    ]
+    return {
+        "token": item.text,
+        "logprob": _finite(item.logprob),
+        "bytes": list(item.raw),
+        "top_logprobs": top,
+    }
+
+
+def legacy_logprobs(
+    items: Sequence[TextLogprob], num_top: int, first_offset: int
+) -> dict[str, Any]:
+    """Write logprobs in the form of /v1/completions."""
+    offsets, offset = [], first_offset
+    for item in items:
+        offsets.append(offset)
+        offset += len(item.text)
+    top = [{text: _finite(lp) for _, text, _, lp in item.top} for item in items]
+    return {
+        "tokens": [item.text for item in items],
+        "token_logprobs": [_finite(item.logprob) for item in items],
+        "top_logprobs": top if num_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB

@@ -1,0 +1,253 @@
+"""Both front doors as one thing to start, drain and stop, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common.clock import Clock, SystemClock
+from services.common.errors import ConfigError
+from services.common.model_manifest import ModelManifest
+from services.gateway.auth import GRPC_POLICY, Authenticator, check_policy
+from services.gateway.config import GatewayConfig
+from services.gateway.front_desk import FrontDesk
+from services.gateway.grpc_auth import AuthInterceptor
+from services.gateway.hooks import GatewayHooks, NoHooks
+from services.gateway.http_protocol import bounded_protocol
+from services.gateway.inference_servicer import InferenceServicer
+from services.gateway.openai_http import HttpDoor
+from services.gateway.prepare import Preparer, TextPool
+from services.gateway.reflection import V1, V1ALPHA, add_reflection
+from services.pb import inference_pb2, inference_pb2_grpc
+from services.router.api import RouterPort
+from services.text.tokenizer import TextModel
+
+INFERENCE = "isthmus.v1.Inference"
+_HEALTH = "grpc.health.v1.Health"
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcService:
+    """A further service for the gRPC server; `register` is its generated add function, bound."""
+
+    name: str  # full name, as in the proto
+    methods: tuple[str, ...]
+    register: Callable[[grpc.aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPorts:
+    """Where the doors really listen."""
+
+    grpc_port: int
+    http_port: int
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+class GatewayServer:
+    """The front doors of one router process."""
+
+    def __init__(
+        self,
+        router: RouterPort,
+        text: TextModel,
+        manifest: ModelManifest,
+        config: GatewayConfig,
+        hooks: GatewayHooks | None = None,
+        clock: Clock | None = None,
+        extra_services: Sequence[GrpcService] = (),
+    ) -> None:
+        if text.manifest.weights_digest != manifest.weights_digest:
+            raise ConfigError("the tokenizer and the manifest are of different models")
+        clock = clock or SystemClock()
+        hooks = hooks or NoHooks()
+        self._config = config
+        self._extra_services = tuple(extra_services)
+        self._pool = TextPool(config.text_threads, config.max_text_jobs)
+        preparer = Preparer(router, text, config.limits, self._pool, clock)
+        self.desk = FrontDesk(router, preparer, config, clock)
+        self.authenticator = Authenticator(config.keys_file, clock, config.keys_poll_s)
+        self.http = HttpDoor(self.desk, self._pool, self.authenticator, hooks)
+        self._inference = InferenceServicer(self.desk, self.authenticator, hooks)
+        self._health = health.aio.HealthServicer()
+        self._grpc: grpc.aio.Server | None = None
+        self._uvicorn: _HttpServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, grpc_address: str, http_address: str) -> BoundPorts:
+        """Listen on host:port addresses (port 0 = any free one) and give the real ports."""
+        await self._set_health(is_ready=False)
+        http_socket = _listen(http_address)
+        try:
+            grpc_port = await self._start_grpc(grpc_address)
+            await self._start_http(http_socket)
+        except BaseException:
+            http_socket.close()
+            await self.stop(0.0)
+            raise
+        self._tasks.append(asyncio.create_task(self._watch_readiness()))
+        return BoundPorts(grpc_port, http_socket.getsockname()[1])
+
+    async def stop(self, drain_s: float) -> bool:
+        """Refuse new requests, wait for the running ones, close. False if some were cut off."""
+        self.desk.start_draining()
+        await self._health.enter_graceful_shutdown()
+        is_drained = await self.desk.wait_idle(drain_s)
+        await self.desk.close()
+        if self._grpc is not None:
+            # A short grace: statuses of finished calls still have to be written.
+            await self._grpc.stop(0.1 if is_drained else 0.0)
+        await self._stop_http()
+        self._pool.close()
+        return is_drained
+
+    @property
+    def grpc_methods(self) -> tuple[str, ...]:
+        """Every RPC this server has, as /service/Method."""
+        services = [_HEALTH, V1, V1ALPHA, INFERENCE]
+        names = {
+            _HEALTH: ("Check", "Watch"),
+            V1: ("ServerReflectionInfo",),
+            V1ALPHA: ("ServerReflectionInfo",),
+            INFERENCE: tuple(
+                method.name
+                for method in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods
+            ),
+        }
+        names |= {service.name: service.methods for service in self._extra_services}
+        services += [service.name for service in self._extra_services]
+        return tuple(f"/{service}/{method}" for service in services for method in names[service])
+
+    async def _start_grpc(self, address: str) -> int:
+        check_policy(GRPC_POLICY, self.grpc_methods)
+        server = grpc.aio.server(
+            interceptors=(AuthInterceptor(self.authenticator),),
+            options=self._grpc_options(),
+        )
+        self._grpc = server
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for service in self._extra_services:
+            service.register(server)
+        add_reflection(
+            server, (INFERENCE, _HEALTH, *(service.name for service in self._extra_services))
+        )
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError:
+            raise ConfigError(f"cannot listen on {address} for gRPC") from None
+        await server.start()
+        return port
+
+    def _grpc_options(self) -> list[tuple[str, int]]:
+        config = self._config
+        return [
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", config.max_message_bytes),
+            ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+            ("grpc.max_connection_age_ms", _ms(config.max_connection_age_s)),
+            ("grpc.max_connection_age_grace_ms", _ms(config.max_connection_age_grace_s)),
+            # Long silent calls are normal here (a queued request), so clients may ping often.
+            ("grpc.keepalive_permit_without_calls", 1),
+            (
+                "grpc.http2.min_recv_ping_interval_without_data_ms",
+                _ms(config.min_client_ping_interval_s),
+            ),
+            # Find clients that vanished without closing.
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
+        ]
+
+    async def _start_http(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            self.http.app,
+            http=bounded_protocol(
+                self._config.max_http_head_bytes, self._config.http_head_timeout_s
+            ),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            interface="asgi3",
+            limit_concurrency=self._config.max_http_connections,
+            timeout_keep_alive=self._config.http_keep_alive_s,
+            timeout_graceful_shutdown=1,
+        )
+        server = _HttpServer(config)
+        self._uvicorn = server
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        self._tasks.append(task)
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while not server.started:
+                if task.done():
+                    await task
+                    raise ConfigError("the HTTP server ended while it started")
+                await asyncio.sleep(0.005)
+
+    async def _stop_http(self) -> None:
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        for task in self._tasks[1:]:
+            task.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    async def _watch_readiness(self) -> None:
+        was_ready = False
+        while True:
+            is_ready, _ = self.desk.is_ready()
+            if is_ready is not was_ready:
+                await self._set_health(is_ready=is_ready)
+                was_ready = is_ready
+            await asyncio.sleep(self._config.health_poll_s)
+
+    async def _set_health(self, *, is_ready: bool) -> None:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", INFERENCE):
+            await self._health.set(name, status)
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{address!r} is not host:port")
+    host = host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {address} for HTTP: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
