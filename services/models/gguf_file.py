@@ -99,13 +99,19 @@ class GgufFile:
         return value
 
     def number(self, key: str) -> float | None:
-        """Return a numeric field, or None when absent."""
+        """Return a numeric field, or None when absent.
+
+        A float32 comes back as the shortest decimal that rounds to it: 1e-5, not 9.999999747e-6.
+        """
         value = self.fields.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelFileError(f"{self.name}: {key} is not a number")
-        return float(value)
+        if abs(value) > np.finfo(np.float32).max:
+            return float(value)
+        narrow = np.float32(value)
+        return float(str(narrow)) if float(narrow) == value else float(value)
 
     def flag(self, key: str) -> bool | None:
         """Return a boolean field, or None when absent."""

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kernels import dispatch
+from services.models.load import load_model
+from services.models.resolved import build_manifest, write_manifest
+from tests.support.paged import PagedDriver
+from tests.support.toy_model import make_toy_model, toy_tokenizer
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "vocab_size": 307,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,  # large enough that a wrong sign or order cannot hide
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    ("llama", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e3}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    ("mistral", {"sliding_window": None, "head_dim": 8}),
+    ("qwen2", {}),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("qwen3", {}),
+    ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
+]
+IDS = [(i * 37 + 5) % 290 + 3 for i in range(75)]
+
+
+def random_model(model_dir: Path, family: str, changes: dict[str, Any]) -> Tensor:
+    """Save a random transformers model in `model_dir`, resolved; return its logits for IDS."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **{**SMALL, **changes})
+    make: Any = AutoModelForCausalLM.from_config  # untyped in transformers
+    theirs = make(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # their start values 1 and 0 hide errors
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        expected: Tensor = theirs.eval()(torch.tensor([IDS])).logits[0]
+    theirs.save_pretrained(model_dir)
+    toy_tokenizer().save(str(model_dir / "tokenizer.json"))
+    write_manifest(model_dir, build_manifest(model_dir, name="random", source="test"))
+    return expected
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_logits_equal_those_of_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    expected = random_model(tmp_path, family, changes)
+    assert expected.std() > 0.3
+    model = load_model(tmp_path)
+    one_shot = PagedDriver(model).step({"a": IDS})
+    assert one_shot.dtype == torch.float32
+    assert (one_shot - expected).abs().max() < 1e-3
+
+    driver = PagedDriver(model, seed=9)
+    rows = [driver.step({"a": IDS[:33]}), driver.step({"b": IDS[:7], "a": IDS[33:64]})[7:]]
+    rows += [driver.step({"a": [IDS[i]], "b": [5]})[:1] for i in range(64, 75)]
+    assert (torch.cat(rows) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_tokens_logits_depend_on_nothing_but_its_sequence(tmp_path: Path, family: str) -> None:
+    """Bit for bit: chunks, neighbours and block places do not matter."""
+    if dispatch.cpu_kernels(torch.empty(0)) is None:
+        pytest.skip(f"only the C library promises this: {dispatch.describe('cpu')}")
+    model = load_model(make_toy_model(tmp_path, family, num_layers=3))
+    whole = PagedDriver(model).step({"a": IDS})
+    for seed, cuts in enumerate(([1, 16, 17, 40], [15, 16, 31, 74], [64], list(range(1, 75)))):
+        driver = PagedDriver(model, seed=seed)
+        rows: list[Tensor] = []
+        bounds = [0, *cuts, len(IDS)]
+        for i, (lo, hi) in enumerate(pairwise(bounds)):
+            if i % 2:
+                rows.append(driver.step({"n": IDS[: i % 7 + 1], "a": IDS[lo:hi]})[i % 7 + 1 :])
+            else:
+                rows.append(driver.step({"a": IDS[lo:hi], "m": [7]})[: hi - lo])
+        assert torch.equal(torch.cat(rows), whole)
+
+
+def test_only_wanted_rows_are_computed_and_none_is_fine(toy_dir: Path) -> None:
+    model = load_model(toy_dir)
+    whole = PagedDriver(model).step({"a": IDS[:20], "b": IDS[:9]})
+    some = PagedDriver(model).step({"a": IDS[:20], "b": IDS[:9]}, rows=[28, 19])
+    assert torch.allclose(some, whole[[28, 19]], atol=1e-5)
+    driver = PagedDriver(model)
+    nothing = driver.step({"a": IDS[:20]}, rows=[])
+    assert (nothing.shape, nothing.dtype) == ((0, model.config.vocab_size), torch.float32)
+    # The KV of a step without logits is complete all the same.
+    after = driver.step({"a": IDS[20:21]})
+    expected = PagedDriver(model).step({"a": IDS[:21]})[20:]
+    assert torch.allclose(after, expected, atol=1e-5)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    make_toy_model(tmp_path)
+    exact = PagedDriver(load_model(tmp_path)).step({"a": IDS})
+    model = load_model(tmp_path, dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    rough = PagedDriver(model).step({"a": IDS})
+    assert rough.dtype == torch.float32
+    relative = (rough - exact).norm() / exact.norm()
+    assert 1e-4 < relative < 0.05
+
+
+def test_model_says_what_it_is(toy_dir: Path) -> None:
+    model = load_model(toy_dir)
+    assert (
+        model.config.vocab_size == json.loads((toy_dir / "config.json").read_text())["vocab_size"]
+    )
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
