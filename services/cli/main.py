@@ -45,9 +45,13 @@ def version(
     short: Annotated[bool, typer.Option("--short", help="Print the number only.")] = False,
 ) -> None:
     """Print the version."""
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    number = installed("isthmus")
+    try:
+        number = installed("isthmus")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        number = "unknown"
     typer.echo(number if short else f"isthmus {number} (Python {sys.version.split()[0]})")
 
 
