@@ -153,14 +153,14 @@ class Runner:
         return tuple(results)
 
     def _argmax(self, logits: Tensor) -> list[int | None]:
-        """Lowest id of the highest logit per row; None where the row holds NaN."""
+        """Lowest id of the highest logit per row; None where that is not finite."""
         if not len(logits):
             return []
         ids = logits.argmax(dim=-1)
         highest = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
-        is_bad = highest.isnan().tolist()
+        is_good = highest.isfinite().tolist()
         return [
-            None if bad else token_id for token_id, bad in zip(ids.tolist(), is_bad, strict=True)
+            token_id if good else None for token_id, good in zip(ids.tolist(), is_good, strict=True)
         ]
 
     def _is_plain_greedy(self, row: PlanRow) -> bool:

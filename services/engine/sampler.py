@@ -23,7 +23,7 @@ _TOP_START = 128  # candidates looked at first for top-p
 
 
 class BadLogits(Exception):
-    """A row holds NaN, or no token that may be drawn."""
+    """A row is not finite, or has no token that may be drawn."""
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -61,16 +61,16 @@ def sample(logits: Logits, task: SampleTask, eos_token_ids: tuple[int, ...]) -> 
     Raises:
         BadLogits: the row cannot be sampled from.
     """
-    if np.isnan(logits.max()):  # max carries a NaN from anywhere in the row
-        raise BadLogits("the model gave NaN for a token's logits")
+    if not np.isfinite(logits.max()):  # max carries a NaN from anywhere in the row
+        raise BadLogits("the model gave logits that are not finite")
     adjusted = _adjust(logits, task, eos_token_ids)
+    if adjusted is not logits and adjusted.max() == -np.inf:
+        raise BadLogits("no token may be drawn")
     params = task.params
     if params.is_greedy:
         token_id = int(adjusted.argmax())
     else:
         token_id = _draw(adjusted, params, uniform(params.seed, task.choice, task.index))
-    if adjusted[token_id] == -np.inf:
-        raise BadLogits("no token may be drawn")
     logprobs = _logprobs(logits, token_id, params.top_logprobs) if params.logprobs else None
     return Sampled(token_id, logprobs)
 

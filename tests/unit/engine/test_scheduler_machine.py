@@ -1,0 +1,206 @@
+"""Random lives of work items: nothing leaks, everything ends once, tokens are always right."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.common.sampling import SamplingParams
+from services.engine.api import EndReason, FirstToken, PrefillFinished, WorkKind
+from tests.support.engine_rig import EngineRig, make_request, prompt_of
+from tests.support.fake_model import reference_tokens
+
+EOS = 4
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """RB-004, RB-006, RB-013, RB-014, RB-016, RB-017, RB-019, RB-085; I1, I3, I4, I10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = EngineRig(
+            num_blocks=14,
+            max_num_seqs=5,
+            max_step_tokens=64,
+            max_chunk_tokens=24,
+            initial_chunk_tokens=24,
+            eos_token_ids=(EOS,),
+            max_open_requests=12,
+            head_grace_s=0.05,
+        )
+        for _ in range(16):
+            self.rig.scheduler.stats.ended(2)  # expect little: let too many in, have to preempt
+        self.sent: dict[str, tuple[npt.NDArray[np.uint32], SamplingParams, WorkKind]] = {}
+        self.cancelled: set[str] = set()
+
+    # -- what may happen -------------------------------------------------------------------
+
+    @rule(
+        length=st.integers(1, 70),
+        seed=st.integers(0, 1),
+        kind=st.sampled_from(list(WorkKind)),
+        max_tokens=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        priority=st.integers(0, 2),
+        patience=st.sampled_from([0.03, 1e6, 1e6, 1e6]),
+    )
+    def submit(
+        self,
+        length: int,
+        seed: int,
+        kind: WorkKind,
+        max_tokens: int,
+        n: int,
+        temperature: float,
+        priority: int,
+        patience: float,
+    ) -> None:
+        key = f"r{len(self.sent)}"
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, n=n)
+        prompt = prompt_of(70, seed)[:length]
+        if kind is WorkKind.CONTINUE and not self.firsts(prompt, params):
+            return  # nothing went on: no such hand-off
+        self.sent[key] = (prompt, params, kind)
+        deadline = self.rig.now + patience
+        self.rig.submit(
+            make_request(key, prompt, params, kind, deadline=deadline, priority=priority)
+        )
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), mid_step=st.booleans())
+    def cancel(self, data: st.DataObject, mid_step: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sent)))
+        self.cancelled.add(key)
+        if mid_step:
+            self.rig.step(between=lambda: self.rig.cancel(key))
+        else:
+            self.rig.cancel(key)
+
+    @precondition(lambda self: self.rig.lent)
+    @rule(data=st.data(), mid_step=st.booleans())
+    def release(self, data: st.DataObject, mid_step: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.rig.lent)))
+        if mid_step:
+            self.rig.step(between=lambda: self.rig.release(key))
+        else:
+            self.rig.release(key)
+
+    @precondition(lambda self: self.rig.reserved)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.rig.reserved)))
+        self.end_receive(key)
+
+    @precondition(lambda self: self.rig.opened)
+    @rule(data=st.data(), recompute=st.booleans())
+    def receive_fails(self, data: st.DataObject, recompute: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.rig.opened)))
+        if key in self.rig.reserved:  # half written rubbish
+            for block_id in self.rig.reserved[key].block_ids:
+                if block_id is not None:
+                    self.rig.cells[block_id] = 12345
+        self.rig.fail_receive(key, recompute=recompute)
+        if not recompute:
+            self.cancelled.add(key)
+
+    # -- what must hold --------------------------------------------------------------------
+
+    @invariant()
+    def pool_and_requests_agree(self) -> None:
+        self.rig.scheduler.check_integrity()
+
+    @invariant()
+    def tokens_are_right_so_far(self) -> None:
+        for key, (prompt, params, _) in self.sent.items():
+            output = self.rig.outputs[key]
+            for choice, got in output.tokens.items():
+                start = output.first_index[choice]
+                assert got == self.expected(prompt, params, choice)[start : start + len(got)]
+
+    def teardown(self) -> None:
+        """Let everything end by itself: no work item is ever stuck."""
+        for _ in range(400):
+            for key in sorted(self.rig.opened):
+                if key in self.rig.reserved:
+                    self.end_receive(key)
+                elif key not in self.rig.prompts or self.is_ending(key):
+                    self.rig.fail_receive(key, recompute=False)
+            for key in sorted(self.rig.lent):
+                if self.rig.outputs[key].num_ends:
+                    self.rig.release(key)
+            self.rig.step()
+            if not self.rig.scheduler.load().requests_open:
+                break
+        self.rig.assert_at_rest()
+        for key, sent in self.sent.items():
+            self.check_output(key, *sent)
+
+    def check_output(
+        self,
+        key: str,
+        prompt: npt.NDArray[np.uint32],
+        params: SamplingParams,
+        kind: WorkKind,
+    ) -> None:
+        output = self.rig.outputs[key]
+        assert output.num_ends == 1
+        if output.refused is not None or output.end.reason in (
+            EndReason.CANCELLED,
+            EndReason.ERROR,
+        ):
+            return
+        if kind is WorkKind.PREFILL:
+            firsts = [self.expected(prompt, params, choice)[:1] for choice in range(params.n)]
+            assert output.tokens == dict(enumerate(firsts))
+            assert output.end.handed_off == bool(self.firsts(prompt, params))
+            if output.of(PrefillFinished):
+                assert output.of(PrefillFinished)[0].first == self.firsts(prompt, params)
+            return
+        choices = range(params.n)
+        if kind is WorkKind.CONTINUE and set(output.first_index.values()) == {1}:
+            choices = [first.choice for first in self.firsts(prompt, params)]
+        for choice in choices:
+            start = output.first_index[choice]
+            assert output.tokens[choice] == self.expected(prompt, params, choice)[start:]
+
+    # -- helpers ---------------------------------------------------------------------------
+
+    _expected: dict[tuple[bytes, SamplingParams, int], list[int]] = {}  # noqa: RUF012 a cache
+
+    def expected(
+        self, prompt: npt.NDArray[np.uint32], params: SamplingParams, choice: int
+    ) -> list[int]:
+        where = (prompt.tobytes(), params, choice)
+        if where not in self._expected:
+            self._expected[where] = reference_tokens(
+                prompt, params, choice=choice, eos_token_ids=(EOS,)
+            )
+        return self._expected[where]
+
+    def firsts(
+        self, prompt: npt.NDArray[np.uint32], params: SamplingParams
+    ) -> tuple[FirstToken, ...]:
+        every = [self.expected(prompt, params, choice) for choice in range(params.n)]
+        return tuple(
+            FirstToken(choice, tokens[0]) for choice, tokens in enumerate(every) if len(tokens) > 1
+        )
+
+    def end_receive(self, key: str) -> None:
+        prompt, params, _ = self.sent[key]
+        self.rig.receive(key, self.firsts(prompt, params))
+
+    def is_ending(self, key: str) -> bool:
+        return self.rig.outputs[key].num_ends > 0
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

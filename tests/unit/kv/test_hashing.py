@@ -1,0 +1,120 @@
+"""Block hashes are the same everywhere and bind everything KV depends on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kv import hashing
+from services.kv.hashing import (
+    HashScope,
+    chain_hashes,
+    check_reference_vector,
+    extend_hashes,
+    next_hash,
+    pack_hashes,
+    token_bytes,
+    unpack_hashes,
+)
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = json.loads((ROOT / "tests/golden/block_hashes.json").read_text())
+SCOPE = HashScope("model", "adapter", "tenant")
+
+
+def _tokens(count: int, start: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.arange(start, start + count, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_golden_vectors(case: dict[str, object]) -> None:
+    scope = HashScope(*case["scope"])  # type: ignore[misc]
+    tokens = np.array(case["token_ids"], dtype=np.uint32)
+    assert [value.hex() for value in chain_hashes(scope, tokens)] == case["hashes"]
+
+
+def test_golden_vectors_are_of_this_scheme() -> None:
+    assert GOLDEN["scheme"] == hashing.HASH_SCHEME
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_hashes_do_not_depend_on_the_process(seed: str) -> None:
+    """RB-038: another process with another PYTHONHASHSEED gives the same hashes."""
+    code = (
+        "import numpy as np\n"
+        "from services.kv.hashing import *\n"
+        "scope = HashScope('model', 'adapter', 'tenant')\n"
+        "check_reference_vector()\n"
+        "print(pack_hashes(chain_hashes(scope, np.arange(48, dtype=np.uint32))).hex())\n"
+    )
+    env = os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == pack_hashes(chain_hashes(SCOPE, _tokens(48))).hex()
+
+
+def test_self_test_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_reference_vector()
+    monkeypatch.setattr(hashing, "_BLOCK_TAG", b"other")
+    monkeypatch.setattr(hashing, "_BLOCK_PREFIX", b"other")
+    with pytest.raises(RuntimeError, match="prefix hints would never match"):
+        check_reference_vector()
+
+
+def test_only_full_blocks_have_hashes() -> None:
+    for count, blocks in ((0, 0), (1, 0), (15, 0), (16, 1), (17, 1), (48, 3)):
+        assert len(chain_hashes(SCOPE, _tokens(count))) == blocks
+
+
+def test_every_field_changes_every_hash() -> None:
+    base = chain_hashes(SCOPE, _tokens(32))
+    others = [
+        HashScope("model2", "adapter", "tenant"),
+        HashScope("model", "adapter2", "tenant"),
+        HashScope("model", "adapter", "tenant2"),
+        HashScope("modeladapter", "", "tenant"),  # the same text, framed otherwise
+        HashScope("model", "adaptertenant", ""),
+        HashScope("model", "", "adaptertenant"),
+    ]
+    seen = {*base}
+    for scope in others:
+        hashes = set(chain_hashes(scope, _tokens(32)))
+        assert not hashes & seen
+        seen |= hashes
+
+
+def test_a_block_depends_on_all_before_it() -> None:
+    one, two = _tokens(48), _tokens(48)
+    two[3] += 1
+    assert not set(chain_hashes(SCOPE, one)) & set(chain_hashes(SCOPE, two))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=80), st.integers(0, 4))
+def test_chain_can_be_extended_block_by_block(ids: list[int], split: int) -> None:
+    tokens = np.array(ids, dtype=np.uint32)
+    whole = chain_hashes(SCOPE, tokens)
+    head = whole[:split]
+    parent = head[-1] if head else SCOPE.root
+    assert head + extend_hashes(parent, tokens[len(head) * 16 :]) == whole
+    parent = SCOPE.root
+    for idx, expected in enumerate(whole):
+        parent = next_hash(parent, token_bytes(ids[idx * 16 : idx * 16 + 16]))
+        assert parent == expected
+
+
+def test_packing_round_trips_and_refuses_other_lengths() -> None:
+    hashes = chain_hashes(SCOPE, _tokens(64))
+    assert unpack_hashes(pack_hashes(hashes)) == hashes
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_hashes(b"x" * 17)
+    with pytest.raises(ValueError, match="block hash"):
+        next_hash(SCOPE.root, b"short")
