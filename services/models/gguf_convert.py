@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,20 @@ def convert_gguf(path: Path, out_dir: Path, progress: Progress | None = None) ->
         limit = config.max_position_embeddings
         _write_json(out_dir / TOKENIZER_CONFIG_NAME, tokenizer_config(file, limit))
         specs = [TensorSpec(name, shape) for name, shape in expected_tensors(config).items()]
+        _check_space(out_dir, specs)
         arrays = _dequantised(file, config, specs, names, report)
         write_float32(out_dir / WEIGHTS_NAME, specs, arrays)
     report("dequantising", 1.0)
+
+
+def _check_space(out_dir: Path, specs: list[TensorSpec]) -> None:
+    """Refuse before the first byte rather than fill the disk."""
+    needed = 4 * sum(math.prod(spec.shape) for spec in specs)
+    free = shutil.disk_usage(out_dir).free
+    if needed > free:
+        raise ModelFileError(
+            f"the converted model takes {needed >> 20} MiB, the cache's disk has {free >> 20} MiB"
+        )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -135,7 +135,8 @@ class GgufFile:
             # A copy: a view of the mapping would keep it from being closed, and may be misaligned.
             block = raw.copy().reshape(hi - lo, row_bytes)
             del raw
-            result[lo:hi] = dequantize(block, tensor.qtype)
+            with np.errstate(all="ignore"):  # what came out is checked below
+                result[lo:hi] = dequantize(block, tensor.qtype)
         if not np.isfinite(result).all():
             raise ModelFileError(f"{self.name}: tensor {name!r} holds infinities or NaNs")
         return result.reshape(tensor.shape)

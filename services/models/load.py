@@ -52,7 +52,9 @@ def load_model(
         raise ModelFileError(f"model family {config.family!r} has no implementation")
     with torch.inference_mode():
         weights = Weights(model_dir, config, device=torch.device(device), dtype=DTYPES[dtype])
-        return _BUILDERS[config.family](weights)
+        model = _BUILDERS[config.family](weights)
+    weights.release_pages()
+    return model
 
 
 def verify(model_dir: Path, manifest: ModelManifest, *, weights: bool) -> None:

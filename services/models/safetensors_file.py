@@ -60,6 +60,13 @@ class SafetensorsFile:
         info = self.tensors[name]
         return memoryview(self._map)[info.begin : info.end]
 
+    def release_pages(self) -> None:
+        """Give the read pages back to the page cache; what is read again comes from there.
+
+        Weights that were packed into another order need not count as this process's memory twice.
+        """
+        self._map.madvise(mmap.MADV_DONTNEED)
+
 
 def _read_header(file: Any, size: int, label: str) -> list[TensorInfo]:  # Any: a binary file
     prefix = file.read(8)

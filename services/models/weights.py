@@ -70,6 +70,11 @@ class Weights:
         """Return tensors joined along their rows, to be multiplied in one go."""
         return torch.cat([self.get(name) for name in names])
 
+    def release_pages(self) -> None:
+        """Drop the pages that loading read; tensors that are still views fault them in again."""
+        for file in {id(file): file for file in self._files.values()}.values():
+            file.release_pages()
+
 
 def _as_tensor(file: SafetensorsFile, info: TensorInfo) -> Tensor:
     dtype = _TORCH_DTYPES[info.dtype]

@@ -103,6 +103,17 @@ def test_a_tokens_logits_depend_on_nothing_but_its_sequence(tmp_path: Path, fami
         assert torch.equal(torch.cat(rows), whole)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_plain_torch_serves_where_the_library_cannot(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = random_model(tmp_path, family, {})
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda _tensor: None)
+    driver = PagedDriver(load_model(tmp_path))
+    rows = [driver.step({"a": IDS[:40]}), driver.step({"a": IDS[40:], "b": IDS[:3]})[:35]]
+    assert (torch.cat(rows) - expected).abs().max() < 1e-3
+
+
 def test_only_wanted_rows_are_computed_and_none_is_fine(toy_dir: Path) -> None:
     model = load_model(toy_dir)
     whole = PagedDriver(model).step({"a": IDS[:20], "b": IDS[:9]})

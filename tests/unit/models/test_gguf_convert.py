@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 from services.common.errors import ModelFileError
 from services.models.gguf_convert import convert_gguf, unpermute
+from services.models.gguf_file import GgufFile
 from services.models.resolved import read_config
 from tests.support.toy_gguf import permute, write_toy_gguf
 from tests.support.toy_model import make_toy_model
@@ -143,3 +146,34 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
     convert_gguf(tmp_path / "toy.gguf", tmp_path / "out", lambda _what, s: shares.append(s))
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 16))
+    with pytest.raises(ModelFileError, match="MiB"):
+        convert(tmp_path)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_mutants_of_the_metadata_convert_or_are_refused(tmp_path: Path) -> None:
+    """Past the parser, the tokenizer library and the dequantiser see hostile values too."""
+    source = make_toy_model(tmp_path / "source", num_layers=1, hidden=32)
+    path = write_toy_gguf(tmp_path / "toy.gguf", source)
+    raw = path.read_bytes()
+    with GgufFile(path) as file:
+        num_metadata_bytes = min(tensor.begin for tensor in file.tensors.values())
+    rng = random.Random(5)
+    outcomes = {"converted": 0, "refused": 0}
+    for _ in range(600):
+        mutant = bytearray(raw)
+        for _ in range(rng.randint(1, 2)):
+            value = rng.choice((0, 1, 2, 3, 8, 9, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            mutant[rng.randrange(num_metadata_bytes)] = value
+        path.write_bytes(mutant)
+        try:
+            convert_gguf(path, tmp_path)
+            outcomes["converted"] += 1
+        except ModelFileError:
+            outcomes["refused"] += 1
+    assert outcomes["converted"] > 30
+    assert outcomes["refused"] > 200
