@@ -1,0 +1,465 @@
+"""Takes requests through the cluster: sends work items, applies workers' frames, retries, cancels.
+
+Everything happens on one event loop; frames are handled synchronously. A fault in handling one
+request ends that request and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from services.common.clock import Clock
+from services.common.errors import ERROR_TABLE, IsthmusError, RequestError
+from services.common.ids import Incarnation, WorkerId
+from services.pb import common_pb2, worker_pb2
+from services.resilience.breaker import Outcome, outcome_of
+from services.resilience.retry_budget import RetryBudget
+from services.router.api import RequestEnd, RouterOutput
+from services.router.config import RouterConfig
+from services.router.hooks import RouterHooks
+from services.router.legs import Leg, Progress
+from services.router.link import WorkerLink
+from services.router.output_buffer import OutputBuffer
+from services.router.policy import LOCAL, REMOTE, STAY, Decision, choose, choose_decode
+from services.router.service import ClusterWatch
+from services.router.view import WorkerView
+from services.router.wire import (
+    CONTINUE,
+    PREFILL,
+    WHOLE,
+    WorkHead,
+    build_work,
+    known_code,
+    read_tokens,
+    stage_times,
+)
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request in this router: its way through the cluster, and the client's end of it."""
+
+    progress: Progress
+    buffer: OutputBuffer
+    deadline_timer: asyncio.TimerHandle | None = None
+    is_settled: bool = False  # nothing of it is open at any worker, nothing is booked
+
+
+class Conductor:
+    """Drives every open request; hears from every Link."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        cluster: ClusterWatch,
+        clock: Clock,
+        hooks: RouterHooks,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._clock = clock
+        self._hooks = hooks
+        self._budget = RetryBudget(config.retry_ratio)
+        self._open: dict[int, OpenRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- requests ----------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not settled."""
+        return len(self._open)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open."""
+        await self._idle.wait()
+
+    def add(self, request: OpenRequest) -> None:
+        """Take over a request; from now on it ends by its deadline at the latest."""
+        progress = request.progress
+        self._open[progress.number] = request
+        self._idle.clear()
+        self._budget.note_request()
+        left_s = max(0.0, progress.call.deadline - self._clock.now())
+        request.deadline_timer = asyncio.get_running_loop().call_later(
+            left_s, self._expire, request
+        )
+
+    def begin(self, request: OpenRequest, exclude: frozenset[WorkerId]) -> Decision:
+        """Choose mode and worker for the whole request and send it.
+
+        Raises:
+            RequestError: no_workers.
+        """
+        progress = request.progress
+        while True:
+            decision = choose(
+                progress.facts, self._cluster.view(), progress.depth, self._config.policy, exclude
+            )
+            progress.attempt += 1
+            progress.decision, progress.mode = decision, decision.mode
+            kind = PREFILL if decision.mode == REMOTE else WHOLE
+            if self._send(request, kind, decision.worker, uncached_tokens=_uncached(decision)):
+                return decision
+            # Its Link broke in this very moment, or its queue is full.
+            exclude |= {decision.worker.worker_id}
+
+    def fail(self, request: OpenRequest, error: IsthmusError) -> None:
+        """End a request with an error, at the client and at its workers."""
+        if error.spec.code == "slow_reader":
+            request.buffer.drop()  # a client that does not read gets no memory to ignore
+        request.buffer.fail(error)
+        self.settle(request, error.spec.code)
+
+    def fail_all(self, error: IsthmusError) -> None:
+        """End every open request."""
+        for request in list(self._open.values()):
+            self.fail(request, error)
+
+    def settle(self, request: OpenRequest, reason: str) -> None:
+        """Cancel what is still open at workers and give back every booking; idempotent."""
+        if request.is_settled:
+            return
+        request.is_settled = True
+        progress = request.progress
+        for leg in progress.legs_to_cancel():
+            self._cancel(progress, leg, reason)
+        for leg in progress.legs:
+            self._close(leg)
+        if request.deadline_timer is not None:
+            request.deadline_timer.cancel()
+        del self._open[progress.number]
+        if not self._open:
+            self._idle.set()
+
+    def _expire(self, request: OpenRequest) -> None:
+        self.fail(request, RequestError("deadline_exceeded", "the request's deadline passed"))
+
+    # -- sending work ------------------------------------------------------------------------
+
+    def _continue(self, request: OpenRequest, source: Leg) -> bool:
+        """Pass the ticket to a decode worker; False when none can take it."""
+        progress = request.progress
+        while True:
+            view = self._cluster.view()
+            prefill, decision = view.find(source.worker_id), None
+            if prefill is not None:
+                decision = choose_decode(
+                    progress.facts, prefill, view, self._config.policy, frozenset(progress.failed)
+                )
+            if decision is None:
+                return False
+            if self._send(request, CONTINUE, decision.worker, ticket=source.ticket):
+                progress.marks.continued = self._clock.now()
+                return True
+            progress.failed.add(decision.worker.worker_id)
+
+    def _stay(self, request: OpenRequest, source: Leg) -> bool:
+        """Let the prefill worker go on by itself: nobody is left to hand off to.
+
+        It starts the request anew under a higher attempt, which fences the first: the prompt is
+        in its cache, and tokens are drawn by seed and position, so what the client already has
+        comes out again and is taken once.
+        """
+        progress = request.progress
+        worker = self._cluster.view().find(source.worker_id)
+        if worker is None or progress.facts.force_mode == REMOTE:
+            return False
+        progress.attempt += 1
+        if not self._send(request, WHOLE, worker):
+            return False
+        progress.mode = STAY
+        source.has_failed = True
+        self._close(source)
+        return True
+
+    def _send(
+        self,
+        request: OpenRequest,
+        kind: str,
+        worker: WorkerView,
+        *,
+        uncached_tokens: int = 0,
+        ticket: bytes = b"",
+    ) -> bool:
+        """Send one work item and book it; False when the Link cannot take it."""
+        progress = request.progress
+        link = self._cluster.link(worker.worker_id)
+        if link is None or link.incarnation is None:
+            return False
+        now = self._clock.now()
+        head = WorkHead(
+            request=progress.number,
+            attempt=progress.attempt,
+            kind=kind,
+            incarnation=link.incarnation,
+            # After a refusal the generation is left out: the store's word on it may be old.
+            slot_gen=0 if progress.num_retries else worker.slot_gen,
+            deadline_ms=max(1, int((progress.call.deadline - now) * 1000)),
+            ticket=ticket,
+        )
+        if not link.send_work(build_work(head, progress.call, progress.hashes)):
+            return False
+        self._cluster.acquire(worker.worker_id)
+        resident = 0 if kind == PREFILL else self._resident_tokens(progress)
+        booking = self._cluster.bookings.book(worker.worker_id, uncached_tokens, resident, now)
+        first = 1 if kind == CONTINUE else 0
+        progress.legs.append(
+            Leg(
+                kind=kind,
+                worker_id=worker.worker_id,
+                incarnation=link.incarnation,
+                attempt=progress.attempt,
+                booking=booking,
+                next_index=[first] * progress.logical.num_choices,
+            )
+        )
+        if progress.marks.sent is None:
+            progress.marks.sent = now
+        return True
+
+    def _resident_tokens(self, progress: Progress) -> int:
+        facts = progress.facts
+        output = min(facts.max_tokens, self._config.policy.expected_output_tokens)
+        return facts.num_tokens + output * facts.n
+
+    def _cancel(self, progress: Progress, leg: Leg, reason: str) -> None:
+        link = self._cluster.link(leg.worker_id)
+        if link is not None and link.incarnation == leg.incarnation:
+            link.cancel(progress.number, leg.attempt, reason)
+
+    def _close(self, leg: Leg) -> None:
+        leg.is_open = False
+        self._cluster.bookings.release(leg.booking)
+
+    # -- frames (LinkEvents) -----------------------------------------------------------------
+
+    def on_frame(self, link: WorkerLink, frame: worker_pb2.WorkerFrame) -> None:
+        """Apply one frame of a worker."""
+        worker_id = link.info.worker_id
+        for tokens in frame.tokens:
+            last = tokens.first_index + len(tokens.token_ids) // 4 - 1
+            if last >= 0:
+                link.ack(tokens.request, tokens.choice, last)
+            self._apply(worker_id, tokens.request, tokens.attempt, partial(self._tokens, tokens))
+        for ready in frame.tickets:
+            self._apply(worker_id, ready.request, ready.attempt, partial(self._ticket, ready))
+        for refusal in frame.refusals:
+            self._apply(
+                worker_id, refusal.request, refusal.attempt, partial(self._refusal, refusal)
+            )
+        for done in frame.done:
+            self._apply(worker_id, done.request, done.attempt, partial(self._done, done))
+
+    def _apply(
+        self,
+        worker_id: WorkerId,
+        number: int,
+        attempt: int,
+        handle: Callable[[OpenRequest, Leg], None],
+    ) -> None:
+        """Handle a message for the open leg it belongs to; late and fenced ones have none."""
+        request = self._open.get(number)
+        leg = request.progress.open_leg(worker_id, attempt) if request is not None else None
+        if request is None or leg is None:
+            return
+        try:
+            handle(request, leg)
+        except IsthmusError as error:
+            self.fail(request, error)
+        except Exception:
+            log.exception("router.request_fault", request_id=request.progress.call.request_id)
+            self.fail(request, RequestError("internal", "the router failed to go on"))
+
+    def _tokens(self, message: worker_pb2.Tokens, request: OpenRequest, leg: Leg) -> None:
+        progress, tokens = request.progress, read_tokens(message)
+        now = self._clock.now()
+        leg.note_tokens(tokens.choice, tokens.first_index + len(tokens.token_ids))
+        if leg.kind == CONTINUE and progress.marks.decode_token is None:
+            progress.marks.decode_token = now
+        outputs = progress.logical.take_tokens(tokens)
+        if outputs and progress.marks.first_token is None:
+            progress.marks.first_token = now
+        self._deliver(request, outputs)
+
+    def _ticket(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
+        if leg.kind != PREFILL or leg.ticket:
+            return  # a resume sends it again
+        leg.ticket = message.ticket
+        if not self._continue(request, leg) and not self._stay(request, leg):
+            raise RequestError("no_workers", "no decode worker can take the request over")
+
+    def _refusal(self, message: worker_pb2.Refusal, request: OpenRequest, leg: Leg) -> None:
+        code = known_code(message.error, "internal")
+        self._leg_failed(request, leg, code, message.error.message)
+
+    def _done(self, message: worker_pb2.Done, request: OpenRequest, leg: Leg) -> None:
+        leg.note_report(stage_times(message.timing), message.cached_tokens)
+        if message.reason == common_pb2.FINISH_REASON_ERROR:
+            code = known_code(message.error, "internal")
+            self._leg_failed(request, leg, code, message.error.message)
+        elif message.handed_off:
+            self._handed_off(request, leg)
+        elif message.reason in _FINISH:
+            self._choice_done(message, request, leg)
+        else:
+            # Not by us: its leg would be closed. The worker gave the request up.
+            code = known_code(message.error, "worker_lost")
+            text = message.error.message or "the worker gave the request up"
+            self._leg_failed(request, leg, code, text)
+
+    def _handed_off(self, request: OpenRequest, leg: Leg) -> None:
+        """Prefill is over here; the KV stays pinned there until decode has it."""
+        if not leg.ticket:
+            raise RequestError("handoff_failed", "a worker handed off without a ticket")
+        self._cluster.record(leg.worker_id, Outcome.SUCCESS)
+        leg.is_handed_off = True
+        self._close(leg)
+
+    def _choice_done(self, message: worker_pb2.Done, request: OpenRequest, leg: Leg) -> None:
+        logical = request.progress.logical
+        outputs = logical.end_choice(message.choice, _FINISH[message.reason])
+        if message.all_choices:
+            self._cluster.record(leg.worker_id, Outcome.SUCCESS)
+            self._close(leg)
+            if not logical.has_all_ends():
+                raise RequestError("internal", "a worker ended without ending every choice")
+        self._deliver(request, outputs)
+
+    def _deliver(self, request: OpenRequest, outputs: list[RouterOutput]) -> None:
+        """Hand outputs to the client; with the last choice over, the request is."""
+        if request.progress.logical.is_over:
+            # Its figures are filled in when it is given to the client.
+            outputs = [*outputs, RequestEnd(0, 0, 0)]
+        if outputs:
+            request.buffer.put(outputs)
+        if request.progress.logical.is_over:
+            self.settle(request, "complete")
+
+    # -- failures ----------------------------------------------------------------------------
+
+    def _leg_failed(self, request: OpenRequest, leg: Leg, code: str, message: str) -> None:
+        """One leg is lost: go on without it, try elsewhere, or end the request."""
+        progress = request.progress
+        leg.has_failed = True
+        self._close(leg)
+        self._cluster.record(leg.worker_id, outcome_of(code))
+        if leg.kind == PREFILL and self._outlives_prefill(progress):
+            leg.has_failed = False
+            return
+        error = RequestError(code, message or ERROR_TABLE[code].meaning)
+        if not self._may_retry(progress, leg, code):
+            self.fail(request, error)
+            return
+        progress.num_retries += 1
+        progress.failed.add(leg.worker_id)
+        self._hooks.retried(progress.call, code)
+        log.info(
+            "router.retry",
+            request_id=progress.call.request_id,
+            worker=leg.worker_id,
+            kind=leg.kind,
+            code=code,
+        )
+        if not self._try_again(request, leg, code):
+            self.fail(request, error)
+
+    def _outlives_prefill(self, progress: Progress) -> bool:
+        """Decode goes on without its source once every first token is here."""
+        receiver = progress.newest(CONTINUE)
+        return receiver is not None and progress.logical.has_first_tokens
+
+    def _may_retry(self, progress: Progress, leg: Leg, code: str) -> bool:
+        """Say whether a leg's work may be done again without the client noticing."""
+        if not ERROR_TABLE[code].retryable or progress.num_retries >= self._config.max_retries:
+            return False
+        # The tokens of a finished prefill are no obstacle to another decode worker.
+        is_clean = not leg.has_tokens if leg.kind == CONTINUE else not progress.logical.has_output
+        return is_clean and self._budget.take()
+
+    def _try_again(self, request: OpenRequest, failed: Leg, code: str) -> bool:
+        progress = request.progress
+        source = progress.newest(PREFILL)
+        if failed.kind == CONTINUE and source is not None:
+            progress.attempt += 1  # fences the failed one at the prefill worker
+            return self._continue(request, source) or self._stay(request, source)
+        for leg in progress.legs:
+            if leg.is_open:
+                # A receiver without its source.
+                leg.has_failed = True
+                self._cancel(progress, leg, code)
+                self._close(leg)
+        try:
+            self.begin(request, frozenset(progress.failed))
+        except RequestError:
+            if code != "stale_incarnation":
+                return False
+            # The worker lives, only our idea of it was old: it may be asked again.
+            return self._begin_anywhere(request)
+        return True
+
+    def _begin_anywhere(self, request: OpenRequest) -> bool:
+        try:
+            self.begin(request, frozenset())
+        except RequestError:
+            return False
+        return True
+
+    # -- Links (LinkEvents) ------------------------------------------------------------------
+
+    def on_load(self, worker_id: WorkerId, reported_at: float) -> None:
+        """Bookings that the report shows need not be counted twice."""
+        self._cluster.bookings.load_reported(worker_id, reported_at)
+
+    def on_up(self, link: WorkerLink) -> None:
+        """Nothing waits for a worker: requests without one were refused at once."""
+
+    def on_cut(self, worker_id: WorkerId, reason: str) -> None:
+        """Count it; requests wait for a resume."""
+        self._hooks.link_cut(worker_id, reason)
+
+    def on_lost(
+        self, worker_id: WorkerId, incarnation: Incarnation, requests: Sequence[int] | None
+    ) -> None:
+        """End or retry what was open at a worker that is gone."""
+        wanted = None if requests is None else frozenset(requests)
+        for request in list(self._open.values()):
+            progress = request.progress
+            if wanted is not None and progress.number not in wanted:
+                continue
+            for leg in list(progress.legs):
+                is_theirs = leg.worker_id == worker_id and leg.incarnation == incarnation
+                if leg.is_open and is_theirs and not request.is_settled:
+                    self._apply(worker_id, progress.number, leg.attempt, self._lost)
+
+    def _lost(self, request: OpenRequest, leg: Leg) -> None:
+        text = f"worker {leg.worker_id} died or was cut off"
+        self._leg_failed(request, leg, "worker_lost", text)
+
+    def resume_points(
+        self, worker_id: WorkerId, incarnation: Incarnation
+    ) -> Sequence[tuple[int, tuple[int, ...]]]:
+        """Return what is open at a worker and how far each choice has come."""
+        return [
+            (request.progress.number, tuple(leg.next_index))
+            for request in self._open.values()
+            for leg in request.progress.legs
+            if leg.is_open and leg.worker_id == worker_id and leg.incarnation == incarnation
+        ]
+
+
+def _uncached(decision: Decision) -> int:
+    """Prompt tokens the chosen worker has to compute; unknown (0) in a decode worker's terms."""
+    return decision.terms[0].uncached_tokens if decision.mode != LOCAL else 0

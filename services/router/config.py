@@ -1,0 +1,44 @@
+"""Settings of one router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from services.common.ids import Incarnation, new_incarnation
+from services.router.policy import PolicyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """Times and bounds of a Link."""
+
+    connect_timeout_s: float = 1.0
+    ping_interval_s: float = 0.5
+    lagging_after_s: float = 1.0  # silent for so long: no new work
+    cut_after_s: float = 2.0  # silent for so long: the Link is cut
+    resume_grace_s: float = 0.7  # a broken Link that is not back by then has lost its requests
+    frozen_grace_s: float = 0.4  # the same for one that was cut for silence
+    max_backoff_s: float = 1.0
+    ack_delay_s: float = 0.05
+    max_queued_work: int = 4096  # not yet written
+    max_message_bytes: int = 16 << 20
+    credentials: grpc.ChannelCredentials | None = None  # None = plaintext
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """What a router may be told."""
+
+    router_id: str = "router-0"
+    incarnation: Incarnation = field(default_factory=new_incarnation)
+    force_mode: str | None = None  # "REMOTE" | "LOCAL" | "STAY", for every request
+    poll_s: float = 0.25  # between snapshots of the store
+    forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
+    max_open_requests: int = 4096
+    max_buffered_chunks: int = 2048  # per request; a client that lags further is cut off
+    max_retries: int = 1  # times a request is dispatched again
+    retry_ratio: float = 0.1  # retries over requests, beyond a small reserve
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)

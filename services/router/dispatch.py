@@ -1,0 +1,228 @@
+"""The router as the front doors see it: a request in, its outputs out, questions answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from services.common.clock import Clock
+from services.common.errors import IsthmusError, RequestError
+from services.common.model_manifest import ModelManifest
+from services.kv.hashing import HashScope, chain_hashes
+from services.registry.base import RegistryReader
+from services.router.api import Chunk, GenerateCall, RequestEnd, RouterOutput, ServedModel
+from services.router.conductor import Conductor, OpenRequest
+from services.router.config import RouterConfig
+from services.router.hooks import RequestSummary, RouterHooks
+from services.router.legs import Progress
+from services.router.output_buffer import OutputBuffer
+from services.router.policy import MODES, RETRY_AFTER_MS, RequestFacts, choose
+from services.router.request import LogicalRequest, TokenText
+from services.router.service import ClusterWatch
+from services.router.timing import Marks
+from services.router.view import ClusterView, WorkerView
+
+
+class Router:
+    """Implements RouterPort over a cluster of workers. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        manifest: ModelManifest,
+        text: TokenText,
+        reader: RegistryReader,
+        clock: Clock,
+        hooks: RouterHooks | None = None,
+    ) -> None:
+        _check_mode(config.force_mode)
+        self._config = config
+        self._manifest = manifest
+        self._text = text
+        self._clock = clock
+        self._hooks = hooks or RouterHooks()
+        self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
+        self._conductor = Conductor(config, self._cluster, clock, self._hooks)
+        self._last_number = 0
+        self._is_draining = False
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Find the workers and connect to them; returns without waiting for any."""
+        await self._cluster.start(self._conductor)
+        self._hooks.watch(
+            lambda: self._conductor.num_open,
+            self._cluster.view,
+            lambda: bool(self._cluster.degraded),
+        )
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, let open ones end within `drain_s`, then end the rest."""
+        self._is_draining = True
+        if drain_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._conductor.wait_idle(), drain_s)
+        if self._conductor.num_open:
+            self._conductor.fail_all(RequestError("draining", "the router is shutting down"))
+            await asyncio.sleep(0.02)  # let the Links write the cancels
+        await self._cluster.stop()
+
+    # -- questions ---------------------------------------------------------------------------
+
+    @property
+    def config(self) -> RouterConfig:
+        """Settings this router runs with."""
+        return self._config
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not ended."""
+        return self._conductor.num_open
+
+    @property
+    def is_degraded(self) -> tuple[bool, str]:
+        """Whether the router decides without the store, and why."""
+        return bool(self._cluster.degraded), self._cluster.degraded
+
+    def view(self) -> ClusterView:
+        """Return the workers as this router sees them."""
+        return self._cluster.view()
+
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Return the one model of this cluster."""
+        view = self._cluster.view()
+        sizes = [_pool_tokens(w) for role in ("prefill", "decode") for w in view.usable(role)]
+        manifest = self._manifest
+        return (
+            ServedModel(
+                name=manifest.name,
+                context_length=manifest.context_length,
+                vocab_size=manifest.vocab_size,
+                weights_digest=manifest.weights_digest,
+                eos_token_ids=manifest.eos_token_ids,
+                max_pool_tokens=max(sizes, default=0),
+            ),
+        )
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Say whether a request would find workers now, and why not."""
+        if self._is_draining:
+            return False, "the router is shutting down"
+        facts = RequestFacts("readiness", 1, 1, force_mode=self._config.force_mode)
+        try:
+            choose(facts, self._cluster.view(), {}, self._config.policy)
+        except RequestError as error:
+            return False, error.message
+        return True, ""
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+        request: OpenRequest | None = None
+        end: RequestEnd | None = None
+        error: IsthmusError | None = None
+        try:
+            request = self._admit(call)
+            await self._route(request)
+            marks = request.progress.marks
+            while end is None:
+                output = await request.buffer.get()
+                if isinstance(output, RequestEnd):
+                    output = end = self._final(request.progress)
+                elif marks.first_frame is None and isinstance(output, Chunk):
+                    marks.first_frame = self._clock.now()
+                yield output
+        except IsthmusError as failure:
+            error = failure
+            raise
+        finally:
+            if request is not None:
+                self._conductor.settle(request, "the client went away")
+            self._hooks.ended(_summary(call, request, end, error))
+
+    def _admit(self, call: GenerateCall) -> OpenRequest:
+        _check_mode(call.force_mode)
+        if self._is_draining:
+            raise RequestError("draining", "the router is shutting down")
+        if self._conductor.num_open >= self._config.max_open_requests:
+            raise RequestError(
+                "overloaded",
+                f"{self._config.max_open_requests} requests are open in this router",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if call.deadline <= self._clock.now():
+            raise RequestError("deadline_exceeded", "the deadline passed before the work began")
+        scope = HashScope(self._manifest.weights_digest, "", call.tenant)
+        hashes = chain_hashes(scope, call.token_ids)
+        facts = RequestFacts(
+            request_id=call.request_id,
+            num_tokens=len(call.token_ids),
+            max_tokens=call.sampling.max_tokens,
+            n=call.sampling.n,
+            prefix_root=hashes[0] if hashes else b"",
+            force_mode=call.force_mode or self._config.force_mode,
+        )
+        self._last_number += 1
+        progress = Progress(
+            number=self._last_number,
+            call=call,
+            facts=facts,
+            hashes=hashes,
+            logical=LogicalRequest(call, self._text),
+            marks=Marks(received=call.received_at),
+        )
+        # n choices share the buffer, so each brings its own room.
+        room = self._config.max_buffered_chunks * call.sampling.n
+        request = OpenRequest(progress, OutputBuffer(room))
+        self._conductor.add(request)
+        return request
+
+    async def _route(self, request: OpenRequest) -> None:
+        """Look up, decide and send the first work item."""
+        progress, started = request.progress, self._clock.now()
+        progress.depth = await self._cluster.depths(progress.hashes)
+        if request.is_settled:
+            return  # the deadline passed, or the router stops: the buffer has the error
+        decision = self._conductor.begin(request, frozenset())
+        self._hooks.decided(progress.call, decision, self._clock.now() - started)
+
+    def _final(self, progress: Progress) -> RequestEnd:
+        """Fill in the figures of a request at the moment its last frame is written."""
+        decision = progress.decision
+        if decision is not None and not progress.num_retries:
+            expected = decision.terms[0].hit_tokens
+            if expected > progress.cached_tokens:
+                self._hooks.hints_missed(progress.call, expected, progress.cached_tokens)
+        return RequestEnd(
+            prompt_tokens=progress.facts.num_tokens,
+            cached_tokens=progress.cached_tokens,
+            completion_tokens=progress.logical.completion_tokens,
+            timing=progress.timing(self._clock.now()),
+        )
+
+
+def _summary(
+    call: GenerateCall,
+    request: OpenRequest | None,
+    end: RequestEnd | None,
+    error: IsthmusError | None,
+) -> RequestSummary:
+    if request is None:
+        return RequestSummary(call, None, 0, end, error)
+    return RequestSummary(call, request.progress.decision, request.progress.attempt, end, error)
+
+
+def _pool_tokens(worker: WorkerView) -> int:
+    """Return the longest request a worker could hold."""
+    pool = worker.load.kv_total * worker.info.block_size
+    return min(pool, worker.info.max_model_len) if pool else worker.info.max_model_len
+
+
+def _check_mode(mode: str | None) -> None:
+    if mode is not None and mode not in MODES:
+        raise RequestError(
+            "invalid_argument", f"the mode must be one of {', '.join(MODES)}", param="force_mode"
+        )

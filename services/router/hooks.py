@@ -1,0 +1,125 @@
+"""What the router tells telemetry, as calls that do nothing unless somebody listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.common.errors import IsthmusError
+from services.common.ids import WorkerId
+from services.router.api import GenerateCall, RequestEnd
+from services.router.policy import Decision
+from services.router.view import ClusterView
+from services.telemetry import catalog
+from services.telemetry.metrics import Metrics, Reading
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """How a request ended; exactly one of `end` and `error` is set, or none: the client left."""
+
+    call: GenerateCall
+    decision: Decision | None
+    attempts: int
+    end: RequestEnd | None = None
+    error: IsthmusError | None = None
+
+    @property
+    def outcome(self) -> str:
+        """ "ok", or the error's code."""
+        if self.end is not None:
+            return "ok"
+        return self.error.spec.code if self.error is not None else "cancelled"
+
+
+class RouterHooks:
+    """Base of listeners; override what you want to hear. Called on the event loop."""
+
+    def decided(self, call: GenerateCall, decision: Decision, seconds: float) -> None:
+        """A mode and a first worker were chosen, `seconds` after the request came to the router."""
+
+    def retried(self, call: GenerateCall, code: str) -> None:
+        """A work item was dispatched again because of that error."""
+
+    def store_called(self, op: str, outcome: str, seconds: float) -> None:
+        """The store answered, or did not."""
+
+    def link_cut(self, worker_id: WorkerId, reason: str) -> None:
+        """A Link broke."""
+
+    def hints_missed(self, call: GenerateCall, expected_tokens: int, actual_tokens: int) -> None:
+        """A request's prefix hit was known to be other than the hints had promised."""
+
+    def ended(self, summary: RequestSummary) -> None:
+        """A request is over."""
+
+    def watch(
+        self, num_open: Callable[[], int], view: Callable[[], ClusterView],
+        is_degraded: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Gauges may be read from these."""
+
+
+class MetricsHooks(RouterHooks):
+    """Writes the catalogue's router metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def decided(self, call: GenerateCall, decision: Decision, seconds: float) -> None:
+        """Count the decision."""
+        self._metrics.add(catalog.ROUTE_DECISIONS, 1, mode=decision.mode, reason=decision.reason)
+        self._metrics.observe(catalog.ROUTE_TIME, seconds)
+
+    def retried(self, call: GenerateCall, code: str) -> None:
+        """Count the retry."""
+        self._metrics.add(catalog.RETRIES, 1, code=code)
+
+    def store_called(self, op: str, outcome: str, seconds: float) -> None:
+        """Count and time the call."""
+        self._metrics.add(catalog.STORE_CALLS, 1, op=op, outcome=outcome)
+        self._metrics.observe(catalog.STORE_CALL_TIME, seconds)
+
+    def link_cut(self, worker_id: WorkerId, reason: str) -> None:
+        """Count the cut by kind; the text of a reason is no label."""
+        kind = "silent" if reason.startswith("silent") else "broken"
+        self._metrics.add(catalog.LINK_CUTS, 1, reason=kind)
+
+    def ended(self, summary: RequestSummary) -> None:
+        """Record outcome, tokens and stage times."""
+        metrics = self._metrics
+        end, decision = summary.end, summary.decision
+        mode = end.timing.mode if end is not None else (decision.mode if decision else "none")
+        metrics.add(catalog.REQUESTS, 1, mode=mode, outcome=summary.outcome)
+        if end is None:
+            return
+        timing = end.timing
+        metrics.add(catalog.PROMPT_TOKENS, end.prompt_tokens)
+        metrics.add(catalog.CACHED_TOKENS, end.cached_tokens)
+        metrics.add(catalog.COMPLETION_TOKENS, end.completion_tokens)
+        metrics.observe(catalog.TTFT, timing.ttft_us / 1e6, mode=mode)
+        metrics.observe(catalog.E2E, timing.e2e_us / 1e6, mode=mode)
+        for stage in ("router", "queue_prefill", "prefill", "handoff", "queue_decode", "decode",
+                      "unattributed"):  # fmt: skip
+            metrics.observe(catalog.STAGE, getattr(timing, f"{stage}_us") / 1e6, stage=stage)
+        if timing.decode_worker and timing.prefill_worker:
+            plane = timing.plane or "none"
+            metrics.add(catalog.HANDOFFS, 1, plane=plane, outcome="ok")
+            metrics.add(catalog.HANDOFF_BYTES, timing.handoff_bytes, plane=plane)
+
+    def watch(
+        self, num_open: Callable[[], int], view: Callable[[], ClusterView],
+        is_degraded: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Register the gauges."""
+
+        def workers() -> list[Reading]:
+            counts: dict[tuple[str, str], int] = {}
+            for worker in view().workers:
+                key = (worker.role, worker.state)
+                counts[key] = counts.get(key, 0) + 1
+            return [(n, {"role": role, "state": state}) for (role, state), n in counts.items()]
+
+        self._metrics.watch(catalog.REQUESTS_OPEN, num_open)
+        self._metrics.watch(catalog.WORKERS, workers)
+        self._metrics.watch(catalog.DEGRADED, lambda: float(is_degraded()))

@@ -1,0 +1,59 @@
+"""The bounded buffer between a request's workers and its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from services.common.errors import IsthmusError, RequestError
+from services.router.api import RouterOutput
+
+
+class OutputBuffer:
+    """Outputs of one request, in order, then an end or an error. Single consumer.
+
+    A client that falls further behind than the bound is cut off: workers never wait for it.
+    """
+
+    def __init__(self, max_chunks: int) -> None:
+        self._max_chunks = max_chunks
+        self._items: deque[RouterOutput] = deque()
+        self._error: IsthmusError | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def error(self) -> IsthmusError | None:
+        """What the request failed with."""
+        return self._error
+
+    def put(self, items: list[RouterOutput]) -> None:
+        """Add outputs.
+
+        Raises:
+            RequestError: slow_reader, when the client lags too far behind.
+        """
+        if len(self._items) + len(items) > self._max_chunks:
+            raise RequestError(
+                "slow_reader", f"more than {self._max_chunks} chunks wait for the client"
+            )
+        self._items.extend(items)
+        self._ready.set()
+
+    def fail(self, error: IsthmusError) -> None:
+        """End with an error; outputs already here are delivered first. The first error stays."""
+        if self._error is None:
+            self._error = error
+            self._ready.set()
+
+    def drop(self) -> None:
+        """Forget what was not delivered."""
+        self._items.clear()
+
+    async def get(self) -> RouterOutput:
+        """Return the next output, or raise the error once nothing is left."""
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        return self._items.popleft()

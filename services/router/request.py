@@ -1,0 +1,200 @@
+"""The logical request: what the client gets, whatever workers, attempts and Links it took.
+
+Pure. Each token index of each choice is taken once; text and stop strings live here; what a
+worker made beyond a stop string or the limit is neither sent nor counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.errors import RequestError
+from services.router.api import ChoiceEnd, Chunk, GenerateCall, RouterOutput, TextLogprob
+from services.text.detokenizer import SupportsTextBytes
+from services.text.output import ChoiceText
+
+MAX_PENDING_TOKENS = 256  # tokens of one choice that overtook an earlier one on another Link
+
+
+class TokenText(SupportsTextBytes, Protocol):
+    """What the router needs of the tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return a token's own bytes, special tokens included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Logprobs of one token as a worker reports them."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokensIn:
+    """New tokens of one choice as they came from a worker."""
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    text: ChoiceText
+    next_index: int = 0  # first index not forwarded
+    num_tokens: int = 0  # billed
+    end_reason: str | None = None  # a worker said so; applies once nothing is missing
+    is_over: bool = False
+
+
+class LogicalRequest:
+    """Token, text and end state of every choice of one request."""
+
+    def __init__(self, call: GenerateCall, token_text: TokenText) -> None:
+        self._max_tokens = call.sampling.max_tokens
+        self._token_text = token_text
+        min_tokens = call.sampling.min_tokens
+        self._choices = [
+            _Choice(index, ChoiceText(token_text, call.stop, min_tokens))
+            for index in range(call.sampling.n)
+        ]
+        self._pending: dict[tuple[int, int], tuple[int, TokenLogprob | None]] = {}
+
+    # -- questions ---------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.is_over for choice in self._choices)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether any token was taken: from then on the answer cannot start anew unseen."""
+        return any(choice.next_index > 0 for choice in self._choices)
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether every choice has its first token: prefill owes nothing more."""
+        return all(choice.next_index > 0 for choice in self._choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens billed, of all choices."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_choices(self) -> int:
+        """Return n."""
+        return len(self._choices)
+
+    def has_all_ends(self) -> bool:
+        """Whether a worker has ended every choice, even if tokens before the end are missing."""
+        return all(choice.is_over or choice.end_reason is not None for choice in self._choices)
+
+    # -- events ------------------------------------------------------------------------------
+
+    def take_tokens(self, tokens: TokensIn) -> list[RouterOutput]:
+        """Take tokens in whatever order; return what can be forwarded now.
+
+        Raises:
+            RequestError: a worker sent what makes no sense; the request cannot go on.
+        """
+        if tokens.choice >= len(self._choices):
+            raise RequestError("internal", "a worker sent tokens of a choice that does not exist")
+        if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
+            raise RequestError("internal", "a worker sent logprobs that do not match its tokens")
+        choice = self._choices[tokens.choice]
+        if choice.is_over:
+            return []
+        skip = choice.next_index - tokens.first_index
+        if skip < 0:
+            self._hold(choice, tokens)
+            return []
+        ids, logprobs = tokens.token_ids[skip:], tokens.logprobs[skip:]
+        return self._advance(choice, ids, logprobs)
+
+    def end_choice(self, choice_idx: int, finish_reason: str) -> list[RouterOutput]:
+        """A worker ended a choice; it is over once all its tokens are here."""
+        if choice_idx >= len(self._choices):
+            raise RequestError("internal", "a worker ended a choice that does not exist")
+        choice = self._choices[choice_idx]
+        if choice.is_over:
+            return []
+        choice.end_reason = finish_reason
+        return self._finish_if_complete(choice)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _hold(self, choice: _Choice, tokens: TokensIn) -> None:
+        """Keep tokens that overtook: decode may be heard before prefill's first token is."""
+        for offset, token_id in enumerate(tokens.token_ids):
+            logprob = tokens.logprobs[offset] if tokens.logprobs else None
+            self._pending[(choice.index, tokens.first_index + offset)] = (token_id, logprob)
+        if len(self._pending) > MAX_PENDING_TOKENS * len(self._choices):
+            raise RequestError("internal", "a worker's tokens ran ahead of their predecessors")
+
+    def _advance(
+        self, choice: _Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> list[RouterOutput]:
+        run, run_logprobs = list(ids), list(logprobs)
+        while self._pending:
+            held = self._pending.pop((choice.index, choice.next_index + len(run)), None)
+            if held is None:
+                break
+            run.append(held[0])
+            if held[1] is not None:
+                run_logprobs.append(held[1])
+        # A worker that restarted its budget must not lengthen the answer.
+        run = run[: self._max_tokens - choice.next_index]
+        if not run:
+            return []
+        return [*self._forward(choice, run, run_logprobs), *self._finish_if_complete(choice)]
+
+    def _forward(
+        self, choice: _Choice, run: list[int], logprobs: list[TokenLogprob]
+    ) -> list[RouterOutput]:
+        delta = choice.text.push(run)
+        counted = run[: delta.num_tokens]
+        # Without logprobs the list is empty and so is what is shown of it.
+        shown = tuple(self._text_logprob(entry) for entry in logprobs[: len(counted)])
+        chunk = Chunk(choice.index, choice.next_index, tuple(counted), delta.text, shown)
+        choice.next_index += len(run)
+        choice.num_tokens += len(counted)
+        if delta.stop is None:
+            return [chunk]
+        return [chunk, self._end(choice, "stop", delta.stop)]
+
+    def _finish_if_complete(self, choice: _Choice) -> list[RouterOutput]:
+        if choice.is_over or choice.end_reason is None or self._is_gapped(choice):
+            return []
+        delta = choice.text.finish()
+        end = self._end(choice, "stop" if delta.stop else choice.end_reason, delta.stop)
+        if not delta.text:
+            return [end]
+        return [Chunk(choice.index, choice.next_index, (), delta.text), end]
+
+    def _is_gapped(self, choice: _Choice) -> bool:
+        return any(index == choice.index for index, _ in self._pending)
+
+    def _end(self, choice: _Choice, reason: str, stop: str | None) -> ChoiceEnd:
+        choice.is_over = True
+        self._pending = {k: v for k, v in self._pending.items() if k[0] != choice.index}
+        return ChoiceEnd(choice.index, reason, stop, choice.num_tokens)
+
+    def _text_logprob(self, entry: TokenLogprob) -> TextLogprob:
+        raw = self._token_text.token_bytes(entry.token_id)
+        top = []
+        for token_id, logprob in entry.top:
+            top_raw = self._token_text.token_bytes(token_id)
+            top.append((token_id, top_raw.decode("utf-8", "replace"), top_raw, logprob))
+        return TextLogprob(
+            entry.token_id, raw.decode("utf-8", "replace"), raw, entry.logprob, tuple(top)
+        )

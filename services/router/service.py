@@ -1,0 +1,223 @@
+"""The router's knowledge of its cluster, kept fresh: store polling, Links, hints, breakers.
+
+The store may be down, slow, frozen or empty: workers that are linked stay usable, requests are
+routed without hints, and everything heals when it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.common.ids import BlockHash, WorkerId
+from services.common.model_manifest import ModelManifest
+from services.registry.base import RegistryReader, WorkerRecord
+from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
+from services.router.booking import Bookings
+from services.router.config import RouterConfig
+from services.router.hooks import RouterHooks
+from services.router.link import LinkEvents, WorkerLink
+from services.router.view import (
+    ClusterView,
+    LinkStatus,
+    ViewInputs,
+    build_view,
+    expected_identity,
+)
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+# A slow store is left alone for a second once half of a few calls missed their deadline.
+_STORE_BREAKER = BreakerConfig(window_s=5.0, min_calls=4, failure_share=0.5, open_s=1.0)
+_WARN_EVERY_S = 60.0
+
+
+class ClusterWatch:
+    """Workers, Links, hints and bookings of one router. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        manifest: ModelManifest,
+        reader: RegistryReader,
+        clock: Clock,
+        hooks: RouterHooks,
+    ) -> None:
+        self._config = config
+        self._expected = expected_identity(manifest)
+        self._reader = reader
+        self._clock = clock
+        self._hooks = hooks
+        self._events: LinkEvents | None = None
+        self._records: dict[WorkerId, WorkerRecord] = {}
+        self._records_at = clock.now()
+        self._links: dict[WorkerId, WorkerLink] = {}
+        self._breakers: dict[WorkerId, CircuitBreaker] = {}
+        self._store_breaker = CircuitBreaker(_STORE_BREAKER)
+        self._degraded = "the store has not answered yet"
+        self._warned_at = float("-inf")
+        self._poller: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.bookings = Bookings()
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self, events: LinkEvents) -> None:
+        """Read the store once, then keep polling; an absent store is no reason not to start."""
+        self._events = events
+        await self._poll_once()
+        self._poller = asyncio.create_task(self._poll(), name="registry-poll")
+
+    async def stop(self) -> None:
+        """Stop polling and close every Link."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), *self._closing)
+        await self._reader.close()
+
+    # -- questions ---------------------------------------------------------------------------
+
+    @property
+    def degraded(self) -> str:
+        """Why the router decides without the store; empty when it does not."""
+        return self._degraded
+
+    def link(self, worker_id: WorkerId) -> WorkerLink | None:
+        """Return the Link to a worker."""
+        return self._links.get(worker_id)
+
+    def view(self) -> ClusterView:
+        """Return the cluster as it is now."""
+        now = self._clock.now()
+        return build_view(
+            ViewInputs(
+                records=self._records,
+                records_at=self._records_at,
+                links={worker_id: link.state() for worker_id, link in self._links.items()},
+                booked=self.bookings.booked(),
+                expected=self._expected,
+                broken=frozenset(w for w, b in self._breakers.items() if not b.can_call(now)),
+            ),
+            now,
+        )
+
+    async def depths(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
+        """Return hint depths per worker in one round trip; empty without a store to ask."""
+        now = self._clock.now()
+        if self._degraded or not hashes or not self._store_breaker.acquire(now):
+            return {}
+        try:
+            answer = await self._reader.lookup(hashes)
+        except StoreUnavailable as error:
+            self._note_call("lookup", now, error)
+            return {}
+        self._note_call("lookup", now, None)
+        # Hints of another life of a worker carry its old slot_gen; the store leaves them out.
+        return {
+            record.info.worker_id: answer.depth[record.slot]
+            for record in answer.records
+            if record.slot in answer.depth
+        }
+
+    # -- what dispatch learns ----------------------------------------------------------------
+
+    def acquire(self, worker_id: WorkerId) -> None:
+        """Note a dispatch: with its breaker half open it is the probe."""
+        breaker = self._breakers.get(worker_id)
+        if breaker is not None:
+            breaker.acquire(self._clock.now())
+
+    def record(self, worker_id: WorkerId, outcome: Outcome) -> None:
+        """Learn how a work item ended at a worker."""
+        breaker = self._breakers.get(worker_id)
+        if breaker is not None:
+            breaker.record(outcome, self._clock.now())
+
+    # -- polling -----------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.poll_s)
+            try:
+                await self._poll_once()
+            except Exception:
+                # The outermost loop: a fault here must not end discovery for ever.
+                log.exception("router.poll_fault")
+
+    async def _poll_once(self) -> None:
+        started = self._clock.now()
+        try:
+            records = await self._reader.snapshot()
+        except StoreUnavailable as error:
+            self._note_call("snapshot", started, error)
+            self._degraded = f"no answer from the store: {error}"
+            self._drop_dead_links()
+            return
+        self._note_call("snapshot", started, None)
+        if self._degraded:
+            log.info("router.store_answers")
+        self._degraded = ""
+        self._records = {record.info.worker_id: record for record in records}
+        self._records_at = self._clock.now()
+        for record in records:
+            if record.lease_left_ms > 0:
+                self._ensure_link(record)
+        self._drop_dead_links()
+
+    def _ensure_link(self, record: WorkerRecord) -> None:
+        worker_id = record.info.worker_id
+        link = self._links.get(worker_id)
+        if link is not None:
+            if link.info.address == record.info.address:
+                if record.info.incarnation != link.info.incarnation:
+                    link.info = record.info  # a new life at the same address; the Link finds it
+                return
+            self._close_link(worker_id)
+        assert self._events is not None, "polling begins in start"
+        link = WorkerLink(
+            record.info,
+            self._config.router_id,
+            self._config.incarnation,
+            self._events,
+            self._clock,
+            self._config.link,
+        )
+        self._links[worker_id] = link
+        self._breakers[worker_id] = CircuitBreaker()
+        link.start()
+
+    def _drop_dead_links(self) -> None:
+        """Forget workers that neither the store nor their Link has seen for a while."""
+        now = self._clock.now()
+        for worker_id, link in list(self._links.items()):
+            state, record = link.state(), self._records.get(worker_id)
+            age_ms = (now - self._records_at) * 1000
+            is_leased = record is not None and record.lease_left_ms - age_ms > 0
+            is_dead = state.status in (LinkStatus.DOWN, LinkStatus.CONNECTING)
+            # While the store is away nobody is forgotten: it could not tell us of them again.
+            if not is_dead or is_leased or self._degraded:
+                continue
+            if now - state.since > self._config.forget_s:
+                self._close_link(worker_id)
+
+    def _close_link(self, worker_id: WorkerId) -> None:
+        link = self._links.pop(worker_id)
+        self._breakers.pop(worker_id, None)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _note_call(self, op: str, started: float, error: StoreUnavailable | None) -> None:
+        now = self._clock.now()
+        self._hooks.store_called(op, "error" if error else "ok", now - started)
+        if op == "lookup":
+            outcome = Outcome.FAILURE if error else Outcome.SUCCESS
+            self._store_breaker.record(outcome, now)
+        if error is not None and now - self._warned_at > _WARN_EVERY_S:
+            self._warned_at = now
+            log.warning("router.store_unavailable", op=op, error=str(error))

@@ -1,0 +1,125 @@
+"""Where a request's time went. Pure. The stages telescope: with `unattributed` they sum to e2e.
+
+Boundaries are what the router itself saw (work sent, first token, last frame); what workers
+report of their legs is fitted between them, never beyond them, so clocks need not agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from services.router.api import RequestTiming
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What one worker measured of its leg, microseconds; zeros where it has nothing to say."""
+
+    queue_prefill_us: int = 0
+    prefill_us: int = 0
+    handoff_us: int = 0
+    queue_decode_us: int = 0
+    decode_us: int = 0
+    handoff_bytes: int = 0
+    plane: str = ""
+    prefill_chunks: int = 0
+    handoff_blocks: int = 0
+    handoff_blocks_deduped: int = 0
+
+    def merged(self, other: StageTimes) -> StageTimes:
+        """Join with a later report: of the same leg's next choice, or of another leg."""
+        return StageTimes(
+            queue_prefill_us=max(self.queue_prefill_us, other.queue_prefill_us),
+            prefill_us=max(self.prefill_us, other.prefill_us),
+            handoff_us=max(self.handoff_us, other.handoff_us),
+            queue_decode_us=max(self.queue_decode_us, other.queue_decode_us),
+            decode_us=max(self.decode_us, other.decode_us),
+            handoff_bytes=max(self.handoff_bytes, other.handoff_bytes),
+            plane=other.plane or self.plane,
+            prefill_chunks=max(self.prefill_chunks, other.prefill_chunks),
+            handoff_blocks=max(self.handoff_blocks, other.handoff_blocks),
+            handoff_blocks_deduped=max(self.handoff_blocks_deduped, other.handoff_blocks_deduped),
+        )
+
+
+@dataclass(slots=True)
+class Marks:
+    """Moments of one request on the router's clock, in seconds; None = did not happen."""
+
+    received: float
+    sent: float | None = None  # first work item
+    first_token: float | None = None
+    continued: float | None = None  # work item with the ticket sent
+    decode_token: float | None = None  # first token of the decode leg
+    first_frame: float | None = None  # given to the front door
+
+
+def attribute(
+    marks: Marks, stages: StageTimes, ended: float, *, has_decode_report: bool
+) -> RequestTiming:
+    """Split the time from `received` to `ended` into stages.
+
+    Args:
+        marks: moments seen by the router.
+        stages: reports of all legs, merged.
+        ended: moment of the last frame.
+        has_decode_report: False when the leg was cancelled at a stop string, so that nobody
+            reported its decode time; the router's own view is used then.
+    """
+    e2e = _us(marks.received, ended)
+    sent = min(marks.sent if marks.sent is not None else ended, ended)
+    first = min(marks.first_token if marks.first_token is not None else ended, ended)
+    router = _us(marks.received, sent)
+    before = _us(sent, max(first, sent))
+    queue_prefill, before = _take(stages.queue_prefill_us, before)
+    prefill, before = _take(stages.prefill_us, before)
+    after = _us(first, ended) if marks.first_token is not None else 0
+    handoff, after = _take(_handoff_after_first(marks, stages, has_decode_report), after)
+    queue_decode, after = _take(stages.queue_decode_us, after)
+    decode, after = _take(stages.decode_us if has_decode_report else after, after)
+    stages_us = router + queue_prefill + prefill + handoff + queue_decode + decode
+    return RequestTiming(
+        router_us=router,
+        queue_prefill_us=queue_prefill,
+        prefill_us=prefill,
+        handoff_us=handoff,
+        handoff_bytes=stages.handoff_bytes,
+        queue_decode_us=queue_decode,
+        decode_us=decode,
+        unattributed_us=e2e - stages_us,
+        ttft_us=_us(marks.received, marks.first_frame) if marks.first_frame is not None else 0,
+        e2e_us=e2e,
+        plane=stages.plane,
+        prefill_chunks=stages.prefill_chunks,
+        handoff_blocks=stages.handoff_blocks,
+        handoff_blocks_deduped=stages.handoff_blocks_deduped,
+    )
+
+
+def where(
+    timing: RequestTiming, mode: str, prefill_worker: str, decode_worker: str
+) -> RequestTiming:
+    """Add where the request ran."""
+    return replace(timing, mode=mode, prefill_worker=prefill_worker, decode_worker=decode_worker)
+
+
+def _handoff_after_first(marks: Marks, stages: StageTimes, has_report: bool) -> int:
+    """Handoff time that was not hidden behind prefill: the part after the first token."""
+    if marks.continued is None or marks.first_token is None:
+        return 0
+    if has_report:
+        hidden = _us(marks.continued, marks.first_token)
+        return max(0, stages.handoff_us - hidden)
+    if marks.decode_token is None:
+        return 0
+    return _us(marks.first_token, marks.decode_token)
+
+
+def _take(wanted: int, left: int) -> tuple[int, int]:
+    taken = max(0, min(wanted, left))
+    return taken, left - taken
+
+
+def _us(start: float, end: float) -> int:
+    """Whole microseconds of a span; differences of floors telescope exactly."""
+    return max(0, int(end * 1e6) - int(start * 1e6))

@@ -1,0 +1,229 @@
+"""The cluster as a router sees it now, from the store's records and its own Links. Pure.
+
+A Link is the better witness: it shows a killed worker in milliseconds and a frozen one in two
+seconds, and it goes on while the store is down. The store is for finding workers and prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from services.common.ids import Incarnation, WorkerId
+from services.common.model_manifest import ModelManifest
+from services.kv.hashing import HASH_SCHEME
+from services.kv.layout import first_mismatch
+from services.registry.base import LoadReport, WorkerInfo, WorkerRecord
+
+LIVE, DRAINING, SUSPECT, INCOMPATIBLE, GONE = (
+    "live", "draining", "suspect", "incompatible", "gone",
+)  # fmt: skip
+
+
+class LinkStatus(Enum):
+    """What a Link is doing."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    LAGGING = "lagging"  # up, but the worker has been silent for a while
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """One Link as the view needs it. `info` is what the worker registered with."""
+
+    info: WorkerInfo
+    status: LinkStatus
+    since: float
+    incarnation: Incarnation | None = None  # of the last Welcome
+    slot_gen: int = 0
+    is_draining: bool = False
+    load: LoadReport | None = None
+    load_at: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """This router's own work at one worker that its load reports may not show yet."""
+
+    in_flight: int = 0
+    prefill_tokens: int = 0
+    resident_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker: whether it may be used, why not, and how loaded it is."""
+
+    worker_id: WorkerId
+    role: str
+    state: str
+    reason: str
+    info: WorkerInfo
+    incarnation: Incarnation
+    slot: int | None
+    slot_gen: int
+    lease_left_ms: int | None
+    load: LoadReport
+    booked: Booked
+    up_since: float | None  # of its Link
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All workers at one moment."""
+
+    workers: tuple[WorkerView, ...]
+    at: float
+
+    def usable(self, role: str) -> tuple[WorkerView, ...]:
+        """Return the live workers of a role."""
+        return tuple(w for w in self.workers if w.role == role and w.state == LIVE)
+
+    def find(self, worker_id: WorkerId) -> WorkerView | None:
+        """Return one worker."""
+        return next((w for w in self.workers if w.worker_id == worker_id), None)
+
+    def why_unusable(self) -> str:
+        """Say in words why workers are not used; empty when all are."""
+        reasons = [f"{w.worker_id} is {w.state}: {w.reason}" for w in self.workers if w.reason]
+        return "; ".join(reasons[:4])
+
+
+@dataclass(frozen=True, slots=True)
+class ViewInputs:
+    """What a view is made from."""
+
+    records: Mapping[WorkerId, WorkerRecord]
+    records_at: float
+    links: Mapping[WorkerId, LinkState]
+    booked: Mapping[WorkerId, Booked]
+    expected: Mapping[str, str]  # identity fields every worker must have
+    broken: frozenset[WorkerId] = frozenset()  # whose breaker is open
+
+
+def expected_identity(manifest: ModelManifest) -> dict[str, str]:
+    """Return the identity fields that follow from the router's own copy of the model."""
+    return {
+        "weights_digest": manifest.weights_digest,
+        "tokenizer_digest": manifest.tokenizer_digest,
+        "num_layers": str(manifest.num_layers),
+        "num_kv_heads": str(manifest.num_kv_heads),
+        "head_dim": str(manifest.head_dim),
+        "rope": manifest.rope,
+        "hash_scheme": HASH_SCHEME,
+    }
+
+
+def build_view(inputs: ViewInputs, now: float) -> ClusterView:
+    """Judge every worker that the store or a Link knows."""
+    known = sorted(set(inputs.records) | set(inputs.links))
+    return ClusterView(tuple(_judge(worker_id, inputs, now) for worker_id in known), now)
+
+
+def pair_mismatch(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
+    """Say why this pair must not exchange KV, naming the field; None when it may."""
+    if prefill.kv_identity_fp == decode.kv_identity_fp:
+        return None
+    found = first_mismatch(prefill.identity_fields, decode.identity_fields)
+    if found is None:
+        return (
+            f"{prefill.worker_id} and {decode.worker_id} have different identity fingerprints "
+            "but equal fields"
+        )
+    name, ours, theirs = found
+    return (
+        f"{name} differs: {ours!r} of prefill worker {prefill.worker_id}, "
+        f"{theirs!r} of decode worker {decode.worker_id}"
+    )
+
+
+def _judge(worker_id: WorkerId, inputs: ViewInputs, now: float) -> WorkerView:
+    record, link = inputs.records.get(worker_id), inputs.links.get(worker_id)
+    info = record.info if record is not None else _info_of(link)
+    state, reason = _state_of(info, record, link, inputs, now)
+    # A record of another life says nothing about the worker behind the Link.
+    incarnation = link.incarnation if link and link.incarnation else info.incarnation
+    own_record = record if record is not None and record.info.incarnation == incarnation else None
+    lease_left = None
+    if record is not None:
+        lease_left = record.lease_left_ms - round((now - inputs.records_at) * 1000)
+    return WorkerView(
+        worker_id=worker_id,
+        role=info.role,
+        state=state,
+        reason=reason,
+        info=info,
+        incarnation=incarnation,
+        slot=own_record.slot if own_record else None,
+        slot_gen=own_record.slot_gen if own_record else (link.slot_gen if link else 0),
+        lease_left_ms=lease_left,
+        load=_newest_load(own_record, link, inputs.records_at),
+        booked=inputs.booked.get(worker_id, Booked()),
+        up_since=link.since if link and link.status is LinkStatus.UP else None,
+    )
+
+
+def _state_of(
+    info: WorkerInfo,
+    record: WorkerRecord | None,
+    link: LinkState | None,
+    inputs: ViewInputs,
+    now: float,
+) -> tuple[str, str]:
+    mismatch = _identity_mismatch(info, inputs.expected)
+    if mismatch is not None:
+        return INCOMPATIBLE, mismatch
+    if link is None or link.status in (LinkStatus.DOWN, LinkStatus.CONNECTING):
+        return _state_without_link(record, link, inputs, now)
+    if link.status is LinkStatus.LAGGING:
+        return SUSPECT, "no sign of life on its Link for a second"
+    if link.is_draining or (record is not None and record.state == DRAINING):
+        return DRAINING, "it takes no new work"
+    if info.worker_id in inputs.broken:
+        return SUSPECT, "too many of its recent work items failed"
+    return LIVE, ""
+
+
+def _state_without_link(
+    record: WorkerRecord | None, link: LinkState | None, inputs: ViewInputs, now: float
+) -> tuple[str, str]:
+    lease_left = 0.0
+    if record is not None:
+        lease_left = record.lease_left_ms - (now - inputs.records_at) * 1000
+    if lease_left <= 0:
+        return GONE, "its lease ran out and its Link is down"
+    if link is None:
+        return SUSPECT, "no Link to it yet"
+    return SUSPECT, link.detail or f"its Link is {link.status.value}"
+
+
+def _identity_mismatch(info: WorkerInfo, expected: Mapping[str, str]) -> str | None:
+    theirs = {name: info.identity_fields.get(name, "<absent>") for name in expected}
+    found = first_mismatch(expected, theirs)
+    if found is None:
+        return None
+    name, ours, their = found
+    return f"{name} is {their!r}, this router serves {ours!r}"
+
+
+def _newest_load(
+    record: WorkerRecord | None, link: LinkState | None, records_at: float
+) -> LoadReport:
+    if (
+        link is not None
+        and link.load is not None
+        and (record is None or link.load_at >= records_at)
+    ):
+        return link.load
+    if record is not None:
+        return record.load
+    return link.load if link is not None and link.load is not None else LoadReport()
+
+
+def _info_of(link: LinkState | None) -> WorkerInfo:
+    assert link is not None, "a worker in the view comes from a record or a Link"
+    return link.info

@@ -1,0 +1,382 @@
+"""The router over real gRPC Links and a real store, with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from services.common.errors import RequestError
+from services.pb import common_pb2
+from services.router.api import Chunk
+from services.router.config import RouterConfig
+from tests.support.cluster import Cluster, eventually, make_call, reference, running_cluster
+from tests.support.fake_worker import FakeWorker, Job, decode, run_job
+from tests.support.store import store, store_url
+
+__all__ = ["store", "store_url"]  # fixtures
+pytestmark = pytest.mark.integration
+
+
+def prefill(name: str = "p0", **options: object) -> FakeWorker:
+    """Make a prefill worker."""
+    return FakeWorker(name, "prefill", **options)  # type: ignore[arg-type]
+
+
+def decoder(name: str = "d0", **options: object) -> FakeWorker:
+    """Make a decode worker."""
+    return FakeWorker(name, "decode", **options)  # type: ignore[arg-type]
+
+
+async def error_of(cluster: Cluster, **options: object) -> RequestError:
+    """Run a request that must fail; return its error."""
+    with pytest.raises(RequestError) as caught:
+        await cluster.ask(make_call(**options))  # type: ignore[arg-type]
+    return caught.value
+
+
+async def test_remote_runs_on_both_and_adds_up(store_url: str) -> None:
+    """REMOTE: ticket passed on, tokens complete, stages telescope, bookings back (RB-059)."""
+    p0 = prefill()
+    p0.cached_tokens = 64
+    async with running_cluster(store_url, [p0, decoder()]) as cluster:
+        call = make_call()
+        answer = await cluster.ask(call)
+        assert answer.tokens() == reference(call)
+        assert [e.finish_reason for e in answer.ends()] == ["length"]
+        assert (answer.end.prompt_tokens, answer.end.completion_tokens) == (100, 8)
+        assert answer.end.cached_tokens == 64
+        timing = answer.end.timing
+        assert (timing.mode, timing.prefill_worker, timing.decode_worker) == ("REMOTE", "p0", "d0")
+        stages = (
+            timing.router_us + timing.queue_prefill_us + timing.prefill_us + timing.handoff_us
+            + timing.queue_decode_us + timing.decode_us + timing.unattributed_us
+        )  # fmt: skip
+        assert stages == timing.e2e_us > 0
+        assert 0 < timing.ttft_us <= timing.e2e_us
+        (job,) = cluster["d0"].jobs
+        assert job.work.continue_from.ticket == b"ticket of p0"
+        assert job.work.first_index == 1
+        # RB-023: one id for both legs, made before either.
+        assert {cluster[w].jobs[0].work.request_id for w in ("p0", "d0")} == {call.request_id}
+        assert cluster["p0"].cancels == cluster["d0"].cancels == []
+        cluster.assert_clean()
+
+
+async def test_tokens_are_acknowledged(store_url: str) -> None:
+    """api.md rule 2: workers may forget what the router has taken over."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        await cluster.ask(make_call(max_tokens=6))
+        await eventually(lambda: cluster["d0"].acks.get((1, 0)) == 5)
+        assert cluster["p0"].acks[(1, 0)] == 0
+
+
+async def test_n_choices_share_one_work_item(store_url: str) -> None:
+    """RB-036: every choice is whole, the prompt is counted once."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        call = make_call(n=3)
+        answer = await cluster.ask(call)
+        for choice in range(3):
+            assert answer.tokens(choice) == reference(call, choice)
+        assert answer.end.prompt_tokens == 100
+        assert answer.end.completion_tokens == 24
+        assert len(cluster["d0"].jobs) == 1
+
+
+@pytest.mark.parametrize(("mode", "runs_on"), [("LOCAL", "d0"), ("STAY", "p0")])
+async def test_forced_modes_run_whole_on_one_worker(
+    store_url: str, mode: str, runs_on: str
+) -> None:
+    """LOCAL and STAY give the tokens REMOTE gives."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        call = make_call(force_mode=mode)
+        answer = await cluster.ask(call)
+        assert answer.tokens() == reference(call)
+        assert answer.end.timing.mode == mode
+        (job,) = cluster[runs_on].jobs
+        assert job.kind == "whole"
+
+
+async def test_one_pool_alone_serves_and_a_forced_mode_says_why_not(store_url: str) -> None:
+    """Without decode workers the mode is STAY; forcing REMOTE is an error, not a surprise."""
+    async with running_cluster(store_url, [prefill()]) as cluster:
+        answer = await cluster.ask(make_call())
+        assert answer.end.timing.mode == "STAY"
+        error = await error_of(cluster, force_mode="REMOTE")
+        assert error.spec.code == "no_workers"
+        assert "REMOTE" in error.message
+
+
+async def test_one_token_needs_no_handoff(store_url: str) -> None:
+    """RB-071: with one token left no ticket is issued and nothing stays pinned."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        answer = await cluster.ask(make_call(max_tokens=1))
+        assert answer.ends()[0].finish_reason == "length"
+        assert cluster["d0"].jobs == []
+
+
+async def test_stop_string_ends_the_work_and_overshoot_is_not_billed(store_url: str) -> None:
+    """api.md rule 6: tokens beyond the stop are neither sent nor counted."""
+    d0 = decoder(token_delay_s=0.002)
+    async with running_cluster(store_url, [prefill(), d0]) as cluster:
+        call = make_call(max_tokens=400)
+        third = reference(call)[2]
+        answer = await cluster.ask(make_call(max_tokens=400, stop=(f"<{third}>",)))
+        (end,) = answer.ends()
+        assert (end.finish_reason, end.stop, end.num_tokens) == ("stop", f"<{third}>", 3)
+        assert answer.end.completion_tokens == 3
+        assert f"<{third}>" not in answer.text()
+        await eventually(lambda: cluster["d0"].cancels)
+        cluster.assert_clean()
+
+
+async def test_logprobs_carry_text_and_bytes(store_url: str) -> None:
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        call = make_call(logprobs=True)
+        answer = await cluster.ask(call)
+        chunks = [c for c in answer.outputs if isinstance(c, Chunk) and c.token_ids]
+        shown = [entry for chunk in chunks for entry in chunk.logprobs]
+        assert [entry.token_id for entry in shown] == reference(call)
+        assert shown[0].raw == f"<{shown[0].token_id}>".encode()
+
+
+async def test_killed_decode_worker_ends_its_requests_in_time_and_no_others(
+    store_url: str,
+) -> None:
+    """RB-063, G6: cut streams end with worker_lost within a second; the other worker's go on."""
+    workers = [prefill(), decoder("d0", token_delay_s=0.02), decoder("d1", token_delay_s=0.02)]
+    async with running_cluster(store_url, workers) as cluster:
+        calls = [make_call(prompt=[i, 2, 3], max_tokens=60) for i in range(1, 9)]
+        tasks = [asyncio.create_task(cluster.ask(call)) for call in calls]
+        await eventually(
+            lambda: sum(len(j.sent) > 2 for w in ("d0", "d1") for j in cluster[w].jobs) == 8
+        )
+        assert len(cluster["d0"].jobs) == len(cluster["d1"].jobs) == 4  # RB-057
+        killed = time.monotonic()
+        on_d0 = {job.work.request_id for job in cluster["d0"].jobs}
+        await cluster["d0"].kill()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for call, result in zip(calls, results, strict=True):
+            if call.request_id in on_d0:
+                assert isinstance(result, RequestError)
+                assert result.spec.code == "worker_lost"
+            else:
+                assert not isinstance(result, BaseException)
+                assert result.tokens() == reference(call)
+        assert cluster.state_of("d0") in ("suspect", "gone")
+        assert time.monotonic() - killed < 5
+        cluster.assert_clean()
+
+
+async def test_death_is_told_within_a_second(store_url: str) -> None:
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.05)]) as cluster:
+        task = asyncio.create_task(cluster.ask(make_call(max_tokens=100)))
+        await eventually(lambda: any(len(j.sent) > 2 for j in cluster["d0"].jobs))
+        killed = time.monotonic()
+        await cluster["d0"].kill()
+        with pytest.raises(RequestError) as caught:
+            await task
+        assert caught.value.spec.code == "worker_lost"
+        assert time.monotonic() - killed < 1.0
+
+
+async def test_worker_death_before_any_token_is_retried_elsewhere(store_url: str) -> None:
+    """The client sees one slow success; the second attempt is numbered 2."""
+
+    async def never(worker: FakeWorker, job: Job) -> None:
+        await asyncio.sleep(60)
+
+    workers = [prefill("p0", script=never), prefill("p1", script=never), decoder()]
+    async with running_cluster(store_url, workers) as cluster:
+        call = make_call()
+        task = asyncio.create_task(cluster.ask(call))
+        await eventually(lambda: cluster["p0"].jobs or cluster["p1"].jobs)
+        first, second = ("p0", "p1") if cluster["p0"].jobs else ("p1", "p0")
+        cluster[second].script = run_job
+        await cluster[first].kill()
+        answer = await task
+        assert answer.tokens() == reference(call)
+        assert answer.end.timing.prefill_worker == second
+        assert [j.work.attempt for j in cluster[second].jobs] == [2]
+        cluster.assert_clean()
+
+
+async def test_decode_death_before_its_first_token_uses_the_ticket_again(store_url: str) -> None:
+    """The ticket names no decode worker: a second one gets it under a higher attempt (RB-020)."""
+
+    async def never(worker: FakeWorker, job: Job) -> None:
+        await asyncio.sleep(60)
+
+    workers = [prefill(), decoder("d0", script=never), decoder("d1", script=never)]
+    async with running_cluster(store_url, workers) as cluster:
+        call = make_call()
+        task = asyncio.create_task(cluster.ask(call))
+        await eventually(lambda: cluster["d0"].jobs or cluster["d1"].jobs)
+        first, second = ("d0", "d1") if cluster["d0"].jobs else ("d1", "d0")
+        cluster[second].script = run_job
+        await cluster[first].kill()
+        assert (await task).tokens() == reference(call)
+        (job,) = cluster[second].jobs
+        assert (job.kind, job.work.attempt) == ("continue_from", 2)
+        assert job.work.continue_from.ticket == b"ticket of p0"
+
+
+async def test_last_decode_worker_gone_lets_prefill_stay(store_url: str) -> None:
+    """Nobody to hand off to: prefill goes on, and token 0 is not delivered twice."""
+
+    async def slow_ticket(worker: FakeWorker, job: Job) -> None:
+        if job.kind == "whole":
+            return await run_job(worker, job)
+        await asyncio.sleep(0.3)
+        return await run_job(worker, job)
+
+    async with running_cluster(store_url, [prefill(script=slow_ticket), decoder()]) as cluster:
+        call = make_call()
+        task = asyncio.create_task(cluster.ask(call))
+        await eventually(lambda: cluster["p0"].jobs)
+        await cluster["d0"].kill()
+        answer = await task
+        assert answer.tokens() == reference(call)
+        assert answer.end.timing.mode == "STAY"
+        assert [j.kind for j in cluster["p0"].jobs] == ["prefill", "whole"]
+
+
+@pytest.mark.parametrize("code", ["stale_incarnation", "overloaded", "draining"])
+async def test_refused_work_is_tried_elsewhere_once(store_url: str, code: str) -> None:
+    """api.md rule 3."""
+    async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
+        cluster["p0"].refuse_with = cluster["p1"].refuse_with = code
+        if code != "stale_incarnation":
+            error = await error_of(cluster)
+            assert error.spec.code == code
+            assert len(cluster["p0"].jobs) + len(cluster["p1"].jobs) == 2
+        cluster["p1"].refuse_with = None
+        for seed in range(4):
+            call = make_call(prompt=[seed + 1] * 40)
+            assert (await cluster.ask(call)).tokens() == reference(call)
+        cluster.assert_clean()
+
+
+async def test_client_errors_are_passed_on_and_never_retried(store_url: str) -> None:
+    """RB-054: nor do they take the worker out."""
+    async with running_cluster(store_url, [prefill("p0"), decoder()]) as cluster:
+        cluster["p0"].refuse_with = "prompt_too_large_for_pool"
+        for _ in range(12):
+            assert (await error_of(cluster)).spec.code == "prompt_too_large_for_pool"
+        assert len(cluster["p0"].jobs) == 12
+        cluster["p0"].refuse_with = None
+        await cluster.ask(make_call())
+        assert cluster.state_of("p0") == "live"
+
+
+async def test_error_at_the_end_of_a_leg_keeps_its_code(store_url: str) -> None:
+    async def fails(worker: FakeWorker, job: Job) -> None:
+        await decode(worker, job, 1, count=2)
+        worker.send_done(
+            job,
+            reason=common_pb2.FINISH_REASON_ERROR,
+            error=common_pb2.Error(code="internal", message="step failed"),
+        )
+
+    async with running_cluster(store_url, [prefill(), decoder(script=fails)]) as cluster:
+        error = await error_of(cluster)
+        assert (error.spec.code, error.message) == ("internal", "step failed")
+        cluster.assert_clean()
+
+
+async def test_client_gone_cancels_at_both_workers(store_url: str) -> None:
+    """RB-001: prefill, which handed off, is told as well: decode had nothing yet."""
+
+    async def never(worker: FakeWorker, job: Job) -> None:
+        await asyncio.sleep(60)
+
+    async with running_cluster(store_url, [prefill(), decoder(script=never)]) as cluster:
+        stream = cluster.router.generate(make_call())
+        assert isinstance(await anext(stream), Chunk)  # RB-003: before the handoff ended
+        await eventually(lambda: cluster["d0"].jobs)
+        await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+        await eventually(lambda: cluster["d0"].cancels and cluster["p0"].cancels, 1.0)
+        cluster.assert_clean()
+
+
+async def test_deadline_ends_the_request_on_every_hop(store_url: str) -> None:
+    """RB-091, G2: the router enforces the deadline itself; workers get what remains of it."""
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.05)]) as cluster:
+        started = time.monotonic()
+        error = await error_of(cluster, max_tokens=500, timeout_s=0.4)
+        assert error.spec.code == "deadline_exceeded"
+        assert 0.35 < time.monotonic() - started < 0.8
+        assert 0 < cluster["d0"].jobs[0].work.deadline_ms <= 400
+        await eventually(lambda: cluster["d0"].cancels, 1.0)
+        cluster.assert_clean()
+
+
+async def test_slow_reader_is_cut_off_and_others_go_on(store_url: str) -> None:
+    """RB-127: the buffer is bounded; the worker is told to stop."""
+    config = RouterConfig(max_buffered_chunks=20)
+    async with running_cluster(
+        store_url, [prefill(), decoder(token_delay_s=0.001)], config
+    ) as cluster:
+        stream = cluster.router.generate(make_call(max_tokens=500))
+        await anext(stream)
+        await eventually(lambda: cluster["d0"].cancels)
+        with pytest.raises(RequestError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.spec.code == "slow_reader"
+        cluster.assert_clean()
+
+
+async def test_no_workers_is_told_at_once_and_heals(store_url: str) -> None:
+    """RB-052: fast refusals with a time to come back, no restart of the router."""
+    async with running_cluster(store_url, []) as cluster:
+        started = time.monotonic()
+        error = await error_of(cluster)
+        assert error.spec.code == "no_workers"
+        assert error.retry_after_ms
+        assert time.monotonic() - started < 0.2
+        assert cluster.router.is_ready()[0] is False
+        await cluster.add(prefill())
+        await cluster.add(decoder())
+        await cluster.until_state("p0", "live")
+        await cluster.until_state("d0", "live")
+        assert (await cluster.ask(make_call())).end.timing.mode == "REMOTE"
+        assert cluster.router.is_ready() == (True, "")
+
+
+async def test_identity_mismatch_is_refused_by_name(store_url: str) -> None:
+    """RB-022, RB-027: a worker of another model is never used, and the view says why."""
+    wrong = decoder(identity={"rope": '{"theta":1}'})
+    async with running_cluster(store_url, [prefill(), wrong]) as cluster:
+        assert cluster.state_of("d0") == "incompatible"
+        (view,) = [w for w in cluster.router.view().workers if w.worker_id == "d0"]
+        assert "rope" in view.reason
+        answer = await cluster.ask(make_call())
+        assert answer.end.timing.mode == "STAY"
+        error = await error_of(cluster, force_mode="LOCAL")
+        assert "rope" in error.message
+
+
+async def test_same_client_id_twice_does_not_collide(store_url: str) -> None:
+    """RB-023: equal ids of two requests, at the same time."""
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.002)]) as cluster:
+        one = make_call(prompt=[1] * 20, request_id="req-same")
+        two = make_call(prompt=[2] * 20, request_id="req-same")
+        answers = await asyncio.gather(cluster.ask(one), cluster.ask(two))
+        assert answers[0].tokens() == reference(one)
+        assert answers[1].tokens() == reference(two)
+
+
+async def test_stop_drains_then_ends_what_is_left(store_url: str) -> None:
+    """RB-109: open streams finish or get a code."""
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.01)]) as cluster:
+        short = asyncio.create_task(cluster.ask(make_call(max_tokens=10)))
+        long = asyncio.create_task(cluster.ask(make_call(max_tokens=2000)))
+        await eventually(lambda: len(cluster["d0"].jobs) == 2)
+        await cluster.router.stop(drain_s=0.5)
+        assert (await short).ends()
+        with pytest.raises(RequestError) as caught:
+            await long
+        assert caught.value.spec.code == "draining"
+        assert (await error_of(cluster)).spec.code == "draining"
