@@ -59,7 +59,7 @@ def router(
     log_level: LogLevel = None,
 ) -> int:
     """Run a router: the gRPC and OpenAI front doors, and the choice of workers."""
-    loaded = settings.load(
+    loaded = settings.load_serving(
         config,
         {
             "model.name": model,
@@ -75,8 +75,10 @@ def router(
     )
     _set_up_logs(loaded, {"router_id": loaded.router.router_id})
     from services.gateway.main import run_router
+    from services.models.catalog import resolve
 
-    return run_router(loaded)
+    cache_dir = Path(loaded.model.cache_dir) if loaded.model.cache_dir else None
+    return run_router(loaded, resolve(loaded.model.name, cache_dir))
 
 
 def worker(
@@ -95,7 +97,7 @@ def worker(
     log_level: LogLevel = None,
 ) -> int:
     """Run a prefill or decode worker."""
-    loaded = settings.load(
+    loaded = settings.load_serving(
         config,
         {
             "worker.role": None if role is None else role.value,

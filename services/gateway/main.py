@@ -1,0 +1,126 @@
+"""A router process from configuration to exit: both front doors over one router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from services.common.clock import Clock, SystemClock
+from services.common.config import IsthmusConfig
+from services.common.model_manifest import read_manifest
+from services.gateway.config import GatewayConfig
+from services.gateway.observed_router import ObservedRouter
+from services.gateway.server import GatewayServer, GrpcService
+from services.gateway.telemetry_hooks import TelemetryHooks
+from services.pb import admin_pb2_grpc
+from services.registry.reader import ReaderConfig, RedisRegistryReader
+from services.registry.schema import namespace_of
+from services.router.admin_servicer import AdminServicer
+from services.router.config import RouterConfig
+from services.router.dispatch import Router
+from services.router.hooks import MetricsHooks
+from services.runtime.run import Phases, run_service
+from services.telemetry import catalog
+from services.telemetry.logs import get_logger
+from services.telemetry.metrics import Metrics
+from services.telemetry.tracing import TraceSettings, setup_tracing
+from services.text.tokenizer import TextModel
+
+log = get_logger(__name__)
+
+ADMIN = "isthmus.v1.Admin"
+
+
+def run_router(config: IsthmusConfig, model_dir: Path) -> int:
+    """Run until a signal; return the exit status. `model_dir` is a resolved directory."""
+    process = _RouterProcess(config, model_dir, SystemClock())
+    return run_service(
+        Phases(process.start, process.drain, process.stop), drain_s=config.router.drain_s
+    )
+
+
+class _RouterProcess:
+    """The phases of one router process."""
+
+    def __init__(self, config: IsthmusConfig, model_dir: Path, clock: Clock) -> None:
+        self._config = config
+        settings, telemetry = config.router, config.telemetry
+        router_id = settings.router_id or f"router-{os.getpid()}"
+        manifest = read_manifest(model_dir)
+        if config.model.served_name:
+            manifest = manifest.model_copy(update={"name": config.model.served_name})
+        text = TextModel.load(model_dir)
+        self._metrics = Metrics.enabled()
+        self._tracing = setup_tracing(
+            TraceSettings(
+                service="router",
+                instance=router_id,
+                otlp_endpoint=telemetry.otlp_endpoint,
+                trace_file=telemetry.trace_file,
+                trace_file_max_bytes=telemetry.trace_file_max_bytes,
+                sample_ratio=telemetry.sample_ratio,
+            )
+        )
+        self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
+        self._reader = RedisRegistryReader(
+            config.store.url.get_secret_value(),
+            namespace_of(manifest.weights_digest),
+            clock,
+            ReaderConfig(floor_s=config.store.call_timeout_ms / 1000),
+        )
+        self._router = Router(
+            RouterConfig(
+                router_id=router_id,
+                force_mode=settings.force_mode or None,
+                max_open_requests=settings.max_requests,
+            ),
+            manifest,
+            text,
+            self._reader,
+            clock,
+            MetricsHooks(self._metrics),
+        )
+        admin = AdminServicer(self._router)
+        self._gateway = GatewayServer(
+            ObservedRouter(self._router, self._tracing, self._metrics, clock),
+            text,
+            manifest,
+            GatewayConfig(
+                limits=config.limits,
+                keys_file=Path(config.auth.keys_file) if config.auth.keys_file else None,
+                max_concurrent_streams=settings.max_concurrent_streams,
+                max_connection_age_s=settings.max_connection_age_s,
+            ),
+            TelemetryHooks(self._metrics),
+            clock,
+            (
+                GrpcService(
+                    ADMIN,
+                    ("ClusterStatus",),
+                    lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
+                ),
+            ),
+        )
+
+    async def start(self) -> None:
+        """Find the workers, then open the doors; readiness follows the workers."""
+        settings = self._config.router
+        await self._router.start()
+        ports = await self._gateway.start(
+            f"{settings.grpc_host}:{settings.grpc_port}",
+            f"{settings.http_host}:{settings.http_port}",
+        )
+        log.info("router.listening", grpc_port=ports.grpc_port, http_port=ports.http_port)
+
+    async def drain(self) -> None:
+        """Refuse new requests and let the running ones end."""
+        await self._gateway.stop(self._config.router.drain_s)
+
+    async def stop(self) -> None:
+        """Cut what is left and let go of everything."""
+        await self._gateway.stop(0.0)
+        await self._router.stop()
+        await self._reader.close()
+        await asyncio.to_thread(self._tracing.shutdown, 1.0)
+        self._metrics.shutdown()

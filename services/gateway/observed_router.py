@@ -1,0 +1,136 @@
+"""A RouterPort that traces and times what passes through another one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+from services.common.clock import Clock
+from services.common.errors import IsthmusError
+from services.router.api import (
+    Chunk,
+    GenerateCall,
+    RequestEnd,
+    RequestTiming,
+    RouterOutput,
+    RouterPort,
+    ServedModel,
+)
+from services.telemetry import catalog
+from services.telemetry.metrics import Metrics
+from services.telemetry.tracing import Span, Tracing
+
+
+class ObservedRouter:
+    """Opens the request's root span, from which workers' spans hang, and always closes it."""
+
+    def __init__(self, inner: RouterPort, tracing: Tracing, metrics: Metrics, clock: Clock) -> None:
+        self._inner = inner
+        self._tracing = tracing
+        self._metrics = metrics
+        self._clock = clock
+
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Models of this cluster."""
+        return self._inner.served_models()
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether requests would be served now, and why not."""
+        return self._inner.is_ready()
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+        started_ns = self._tracing.wall_ns(call.received_at)
+        span = self._tracing.start(
+            catalog.SPAN_REQUEST, parent=call.traceparent, start_ns=started_ns
+        )
+        outcome = "cancelled"
+        gaps = _Gaps(self._metrics)
+        try:
+            traced = replace(call, traceparent=span.traceparent or call.traceparent)
+            async with aclosing(_generator(self._inner, traced)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Chunk):
+                        gaps.chunk(len(output.token_ids), self._clock.now())
+                    elif isinstance(output, RequestEnd):
+                        outcome = "ok"
+                        gaps.end(output.timing.mode)
+                        self._close(span, call, output.timing, started_ns)
+                    yield output
+        except IsthmusError as error:
+            outcome = error.spec.code
+            raise
+        finally:
+            # After a close with figures this does nothing; else it is the only end there is.
+            if outcome != "ok":
+                span.set(outcome=outcome)
+            span.end(error_code="" if outcome == "ok" else outcome)
+
+    def _close(
+        self, span: Span, call: GenerateCall, timing: RequestTiming, started_ns: int
+    ) -> None:
+        """Put the figures on the root span and record the router's own stages."""
+        routed_ns = started_ns + timing.router_us * 1000
+        end_ns = started_ns + timing.e2e_us * 1000
+        self._tracing.record(
+            catalog.SPAN_ROUTE,
+            parent=span.traceparent,
+            start_ns=started_ns,
+            end_ns=routed_ns,
+            prompt_tokens=len(call.token_ids),
+        )
+        self._tracing.record(
+            catalog.SPAN_UNATTRIBUTED,
+            parent=span.traceparent,
+            start_ns=end_ns - timing.unattributed_us * 1000,
+            end_ns=end_ns,
+        )
+        span.set(
+            mode=timing.mode,
+            plane=timing.plane,
+            prefill_worker=timing.prefill_worker,
+            decode_worker=timing.decode_worker,
+            outcome="ok",
+            unattributed_us=timing.unattributed_us,
+        )
+        span.end(end_ns=end_ns)
+
+
+class _Gaps:
+    """Times between the frames of one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._first: float | None = None
+        self._last = 0.0
+        self._num_after_first = 0
+
+    def chunk(self, num_tokens: int, now: float) -> None:
+        """Tokens were handed to the client."""
+        if not num_tokens:
+            return
+        if self._first is None:
+            self._first = now
+        else:
+            self._metrics.observe(catalog.ITL, (now - self._last) / num_tokens)
+            self._num_after_first += num_tokens
+        self._last = now
+
+    def end(self, mode: str) -> None:
+        """The request ended well."""
+        if self._first is not None and self._num_after_first:
+            tpot = (self._last - self._first) / self._num_after_first
+            self._metrics.observe(catalog.TPOT, tpot, mode=mode)
+
+
+async def _generator(inner: RouterPort, call: GenerateCall) -> AsyncGenerator[RouterOutput, None]:
+    """Make a generator of any async iterator, so that closing it reaches the inner one."""
+    outputs = inner.generate(call)
+    try:
+        async for output in outputs:
+            yield output
+    finally:
+        close = getattr(outputs, "aclose", None)
+        if close is not None:
+            await close()

@@ -1,0 +1,47 @@
+"""The front doors' counters, written to the catalogue's metrics."""
+
+from __future__ import annotations
+
+from services.common.errors import ERROR_TABLE
+from services.gateway.hooks import Door, RequestRecord
+from services.telemetry import catalog
+from services.telemetry.logs import get_logger
+from services.telemetry.metrics import CONTENT_TYPE, Metrics
+
+log = get_logger(__name__)
+
+
+class TelemetryHooks:
+    """Implements GatewayHooks."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def request_started(self, door: Door, route: str) -> None:
+        """Nothing to count yet: open requests are the router's gauge."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Count by door and status; log every request once, without its text."""
+        spec = ERROR_TABLE.get(record.code)
+        if record.door == "http":
+            status = str(spec.http_status) if spec else "200"
+            self._metrics.add(catalog.HTTP_REQUESTS, route=record.route, status=status)
+        else:
+            status = spec.grpc_status if spec else "OK"
+            self._metrics.add(catalog.GRPC_REQUESTS, method=record.route, status=status)
+        if record.code == "unauthenticated":
+            self._metrics.add(catalog.AUTH_FAILURES)
+        log.info(
+            "gateway.request",
+            door=record.door,
+            route=record.route,
+            code=record.code,
+            duration_ms=round(record.duration_s * 1000, 1),
+            request_id=record.request_id,
+            num_output_tokens=record.num_output_tokens,
+            ttft_ms=None if record.ttft_s is None else round(record.ttft_s * 1000, 1),
+        )
+
+    def render_metrics(self) -> tuple[str, bytes]:
+        """Give the content type and body of /metrics."""
+        return CONTENT_TYPE, self._metrics.render()
