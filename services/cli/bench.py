@@ -16,7 +16,7 @@ def group() -> None:
 
 @app.command("smoke")
 def smoke(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
     pairs: Annotated[int, typer.Option(min=1, help="Requests per arm.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,

@@ -28,3 +28,14 @@ def load(path: Path | None, overrides: Mapping[str, object]) -> IsthmusConfig:
     from services.common.config import load_config
 
     return load_config(find_config(path, os.environ), os.environ, overrides)
+
+
+def load_serving(path: Path | None, overrides: Mapping[str, object]) -> IsthmusConfig:
+    """Load it for a process that serves a model; an empty name becomes the default model's."""
+    config = load(path, overrides)
+    if config.model.name:
+        return config
+    from services.models.catalog import DEFAULT_MODEL
+
+    model = config.model.model_copy(update={"name": DEFAULT_MODEL})
+    return config.model_copy(update={"model": model})

@@ -145,20 +145,20 @@ class Supervisor:
         """Routers first: they finish what they began while the workers still compute."""
         routers = [unit for unit in self._units if unit.plan.role == "router"]
         workers = [unit for unit in self._units if unit.plan.role != "router"]
+        asked = self._signals.count  # one more than this, and there is no more patience
         for group in (routers, workers):
-            self._stop_group(group)
+            self._stop_group(group, asked)
         self._store.stop()
         self._publish()
 
-    def _stop_group(self, units: Sequence[Unit]) -> None:
+    def _stop_group(self, units: Sequence[Unit], asked: int) -> None:
         for unit in units:
             unit.close_probe()
             unit.child.send(signal.SIGTERM)
             unit.child.send(signal.SIGCONT)  # a stopped process takes no other signal
         deadline = self._clock.now() + self._drain_s + _KILL_WAIT_S
-        seen = self._signals.count
         while any(unit.child.is_running for unit in units) and self._clock.now() < deadline:
-            if self._signals.count > max(seen, 1):  # asked again: no more patience
+            if self._signals.count > asked:
                 break
             self._signals.wait(_TICK_S / 2)
         for unit in units:

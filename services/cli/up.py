@@ -54,7 +54,7 @@ def up(
     log_level: LogLevel = None,
 ) -> int:
     """Start a store, routers and workers on this machine; Ctrl-C stops all of them."""
-    loaded = settings.load(
+    loaded = settings.load_serving(
         config,
         {
             "model.name": model,

@@ -19,10 +19,9 @@ class ModelSettings(Section):
     """Which model is served."""
 
     name: str = setting(
-        "smollm2",
-        "a name of the model table, a model directory, or a .gguf file",
+        "",
+        "a name of the model table, a model directory, or a .gguf file; empty = the default model",
         public=True,
-        min_length=1,
     )
     served_name: str = setting("", "name clients use; empty = the model's own", public=True)
     cache_dir: str = setting(

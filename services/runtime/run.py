@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.common.errors import ConfigError, ModelFileError
-from services.telemetry.logs import get_logger
+from services.common.log_record import write_event
 
-log = get_logger(__name__)
+_logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Waiter = asyncio.Future[Any]  # only its being done matters
 
@@ -66,7 +67,7 @@ async def _run(phases: Phases, drain_s: float) -> int:
         for each in signals:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
-        log.info("service.signal", signal=number.name, drain_s=drain_s)
+        _log(logging.INFO, "service.signal", signal=number.name, drain_s=drain_s)
         stopping.set()
 
     for number in signals:
@@ -88,7 +89,7 @@ async def _live(phases: Phases, stopping: asyncio.Event, drain_s: float) -> int:
         if fault is None:
             await _drain(phases, drain_s)
         else:
-            log.error("service.failed", reason=fault)
+            _log(logging.ERROR, "service.failed", reason=fault)
         is_stopped = await _stop(phases)
         return EXIT_OK if fault is None and is_stopped else EXIT_FAILED
     finally:
@@ -109,9 +110,9 @@ async def _start(phases: Phases, signalled: _Waiter) -> bool:
         await _stop(phases)
         raise
     except Exception:
-        log.exception("service.start_failed")
+        _log_failure("service.start_failed")
         return False
-    log.info("service.ready")
+    _log(logging.INFO, "service.ready")
     return True
 
 
@@ -134,21 +135,32 @@ async def _until_signal_or_fault(phases: Phases, signalled: _Waiter) -> str | No
 async def _drain(phases: Phases, drain_s: float) -> None:
     try:
         await asyncio.wait_for(_await(phases.drain()), drain_s)
-        log.info("service.drained")
+        _log(logging.INFO, "service.drained")
     except TimeoutError:
-        log.warning("service.drain_limit", drain_s=drain_s)
+        _log(logging.WARNING, "service.drain_limit", drain_s=drain_s)
     except Exception:
-        log.exception("service.drain_failed")  # stopping matters more than draining
+        log_event(
+            _logger, logging.ERROR, "service.drain_failed", exc_info=True
+        )  # stopping matters more than draining
 
 
 async def _stop(phases: Phases) -> bool:
     try:
         await asyncio.wait_for(_await(phases.stop()), _STOP_LIMIT_S)
     except Exception:
-        log.exception("service.stop_failed")
+        _log_failure("service.stop_failed")
         return False
-    log.info("service.stopped")
+    _log(logging.INFO, "service.stopped")
     return True
+
+
+def _log(level: int, event: str, **fields: object) -> None:
+    write_event(_logger, level, event, fields)
+
+
+def _log_failure(event: str) -> None:
+    """Log the exception being handled."""
+    write_event(_logger, logging.ERROR, event, {}, has_error=True)
 
 
 async def _await(awaitable: Awaitable[_T]) -> _T:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
+from services.common.log_record import FIELDS_ATTRIBUTE, write_event
 from services.telemetry.redact import Redactor
-
-_FIELDS = "isthmus_fields"  # attribute of a LogRecord that carries the event's fields
 
 
 class Logger:
@@ -24,31 +23,30 @@ class Logger:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
-    def debug(self, event: str, **fields: object) -> None:
+    def debug(self, event: str, /, **fields: object) -> None:
         """Record a detail only a developer needs."""
         self._write(logging.DEBUG, event, fields)
 
-    def info(self, event: str, **fields: object) -> None:
+    def info(self, event: str, /, **fields: object) -> None:
         """Record something an operator may want to know."""
         self._write(logging.INFO, event, fields)
 
-    def warning(self, event: str, **fields: object) -> None:
+    def warning(self, event: str, /, **fields: object) -> None:
         """Record something that worked, but not the way it should."""
         self._write(logging.WARNING, event, fields)
 
-    def error(self, event: str, **fields: object) -> None:
+    def error(self, event: str, /, **fields: object) -> None:
         """Record something that failed."""
         self._write(logging.ERROR, event, fields)
 
-    def exception(self, event: str, **fields: object) -> None:
+    def exception(self, event: str, /, **fields: object) -> None:
         """Record the exception being handled; its message is redacted like any other text."""
         self._write(logging.ERROR, event, fields, exc_info=True)
 
     def _write(
         self, level: int, event: str, fields: Mapping[str, object], exc_info: bool = False
     ) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={_FIELDS: fields}, exc_info=exc_info)
+        write_event(self._logger, level, event, fields, has_error=exc_info)
 
 
 def get_logger(name: str) -> Logger:
@@ -169,7 +167,7 @@ def _write_exception(log: Logger, event: str, value: BaseException, **fields: ob
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
-    fields = getattr(record, _FIELDS, None)
+    fields = getattr(record, FIELDS_ATTRIBUTE, None)
     return fields if isinstance(fields, Mapping) else {}
 
 

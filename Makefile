@@ -1,0 +1,120 @@
+# Everything a person or CI runs. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+MODEL ?= smollm2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PYTEST := $(BIN)/python -m pytest
+SOURCES := services kernels tools tests
+EXTRAS := ray,kubernetes,triton,test,dev
+
+# A tool of ours must find its neighbours, and nobody's own packages must shadow the locked ones.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help setup demo fmt lint types layers protos docs static unit integration e2e chaos bench \
+        gpu test test-extra clean distclean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# -- set-up ----------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; give one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null \
+	  || { echo "$(PYTHON) cannot make virtual environments; install its venv package" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/install: $(STAMPS)/venv requirements.lock pyproject.toml
+	$(BIN)/python -m pip install --quiet -c requirements.lock setuptools
+	$(BIN)/python -m pip install --quiet -c requirements.lock --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+setup: $(STAMPS)/install ## make .venv, install locked versions, build kernels, fetch the model
+	@$(BIN)/python -m kernels.cpu.build
+	@$(BIN)/isthmus model get $(MODEL) > /dev/null
+
+# -- use -------------------------------------------------------------------------------------
+
+demo: setup ## start a cluster, stream one chat, say where it ran, stop
+	@$(BIN)/python tools/demo.py --model $(MODEL)
+
+# -- static checks ---------------------------------------------------------------------------
+
+fmt: $(STAMPS)/install ## format and fix what can be fixed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+lint: $(STAMPS)/install ## ruff, formatting, spelling
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/codespell $(SOURCES) docs protos README.md CHANGELOG.md
+
+types: $(STAMPS)/install ## mypy --strict
+	$(BIN)/mypy $(SOURCES)
+
+layers: $(STAMPS)/install ## imports go downwards only
+	$(BIN)/lint-imports --no-cache
+
+protos: $(STAMPS)/install ## generate services/pb from protos/
+	$(BIN)/python tools/gen_protos.py
+
+docs: $(STAMPS)/install ## generate docs/ from the code, and the index of decisions
+	$(BIN)/python tools/gen_docs.py
+	$(BIN)/python tools/adr_index.py
+
+static: lint types layers protos-check docs-check
+
+.PHONY: static protos-check docs-check
+protos-check: $(STAMPS)/install
+	$(BIN)/python tools/gen_protos.py --check
+
+docs-check: $(STAMPS)/install
+	$(BIN)/python tools/gen_docs.py --check
+	$(BIN)/python tools/adr_index.py --check
+
+# -- tests -----------------------------------------------------------------------------------
+
+unit: setup ## fast tests, nothing outside the process
+	$(PYTEST) tests/unit
+
+integration: setup ## one real seam each: store, gRPC, ZMQ
+	$(PYTEST) tests/integration
+
+e2e: setup ## every process of a cluster on this machine
+	$(PYTEST) tests/e2e
+
+chaos: setup ## the same with faults injected
+	$(PYTEST) tests/chaos
+
+gpu: setup ## what needs CUDA; skipped without
+	$(PYTEST) -m gpu tests
+
+test: setup static ## what CI runs: static checks and every test that needs no GPU
+	$(PYTEST) tests
+
+test-extra: test ## the same, plus what needs programs a fresh machine lacks (skipped if absent)
+
+bench: setup ## first figures: two pools beside one worker
+	$(BIN)/isthmus bench smoke
+
+# -- cleaning --------------------------------------------------------------------------------
+
+clean: ## remove caches and build output
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the virtual environment
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,24 @@
+"""How an event's fields ride on a standard log record, for packages below telemetry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+FIELDS_ATTRIBUTE = "isthmus_fields"
+
+
+def write_event(
+    logger: logging.Logger,
+    level: int,
+    event: str,
+    fields: Mapping[str, object],
+    *,
+    has_error: bool = False,
+) -> None:
+    """Write one event, with the exception being handled if `has_error`.
+
+    services.telemetry.logs renders and redacts it.
+    """
+    if logger.isEnabledFor(level):
+        logger.log(level, event, extra={FIELDS_ATTRIBUTE: fields}, exc_info=has_error)
