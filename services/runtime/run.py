@@ -139,9 +139,7 @@ async def _drain(phases: Phases, drain_s: float) -> None:
     except TimeoutError:
         _log(logging.WARNING, "service.drain_limit", drain_s=drain_s)
     except Exception:
-        log_event(
-            _logger, logging.ERROR, "service.drain_failed", exc_info=True
-        )  # stopping matters more than draining
+        _log_failure("service.drain_failed")  # stopping matters more than draining
 
 
 async def _stop(phases: Phases) -> bool:
