@@ -65,6 +65,8 @@ class FrontDesk:
         """Run a request, or join the one of the same idempotency key. Raises IsthmusError."""
         if self._is_draining:
             raise RequestError("draining", "the server is shutting down", retry_after_ms=1000)
+        # Before anything is made whose size the request decides.
+        self.preparer.check(spec)
         if not key:
             return self._run(spec, arrival)
         claim = self._table.claim(arrival.tenant, key, fingerprint, self.clock.now())

@@ -99,10 +99,13 @@ class Preparer:
             raise RequestError("no_workers", "no model is served yet", retry_after_ms=1000)
         return models[0]
 
+    def check(self, spec: GenerateSpec) -> None:
+        """Check all that needs no tokens."""
+        check_spec(spec, self._limits, self.model())
+
     async def call(self, spec: GenerateSpec, arrival: Arrival) -> GenerateCall:
-        """Make a checked, tokenised call."""
+        """Make a tokenised call from a spec that was checked."""
         model = self.model()
-        check_spec(spec, self._limits, model)
         deadline = deadline_of(spec.timeout_ms, arrival, self._limits)
         token_ids = await self.tokenize(spec.prompt, True, deadline, spec.names.prompt)
         return build_call(
