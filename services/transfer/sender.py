@@ -315,15 +315,14 @@ class SenderTransfer:
         self._touch(now)
         return True
 
-    def on_done(
-        self, peer: Peer, attempt: int, size_bytes: int, now: float
-    ) -> list[SenderAction]:
+    def on_done(self, peer: Peer, attempt: int, size_bytes: int, now: float) -> list[SenderAction]:
         """Close: the peer has everything and reads no more."""
         if self.state is SenderState.CLOSED or not self._is_owner(peer, attempt):
             return [SendClosed(peer, attempt)]
         self._peer_quiet = True
-        if self.final is None:
-            return self._abort("aborted", "DONE before FINAL", now, tell_peer=False)
+        if self.final is None or self.state is SenderState.ABORTING:
+            early = self._abort("aborted", "DONE before FINAL", now, tell_peer=False)
+            return [SendClosed(peer, attempt), *early]
         if self.plane == "memfd":
             # Only the reader knows; the last PULLED may be behind its DONE.
             self.blocks_moved = min(size_bytes // self._policy.block_bytes, self.num_blocks + 1)
@@ -454,7 +453,7 @@ class SenderTransfer:
 
     def _abort(self, outcome: str, reason: str, now: float, tell_peer: bool) -> list[SenderAction]:
         if self.state in (SenderState.ABORTING, SenderState.CLOSED):
-            return []
+            return self._try_close(now)  # it may have been this that was waited for
         if self.owner is None or self._peer_lost:
             self._peer_quiet = True
         self._begin_abort(outcome, reason, now)

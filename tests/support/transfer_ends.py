@@ -169,9 +169,7 @@ class DecodeEnd:
         had = have or (False,) * len(offer.block_hashes)
         self.sink.open(key, ticket, attempt, had, offer.block_hashes)
 
-    def reserve(
-        self, key: str, offer: Offer, have: tuple[bool, ...] = ()
-    ) -> list[BlockId | None]:
+    def reserve(self, key: str, offer: Offer, have: tuple[bool, ...] = ()) -> list[BlockId | None]:
         """Reserve what the prompt needs; return the blocks, tail last if there is one."""
         had = have or (False,) * len(offer.block_hashes)
         blocks: list[BlockId | None] = [None if h else self.free.pop() for h in had]

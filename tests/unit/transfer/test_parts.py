@@ -1,0 +1,134 @@
+"""Configuration, timers, inbox and the seqlock read."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from services.common.errors import ConfigError
+from services.kv.memory import KvPoolMemory
+from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.loop import Inbox, Timers
+from services.transfer.memfd_plane import pull_block
+from services.transfer.wire import WireError
+from services.transfer.zmq_plane import check_host, parse_route, peer_base, split_endpoint
+from tests.support.transfer_ends import LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planes": ("rdma",)}, "planes"),
+        ({"planes": ()}, "planes"),
+        ({"verify_digest": "never"}, "verify_digest"),
+        ({"verify_digest": "sampled:0"}, "verify_digest"),
+        ({"lease_s": 0.0}, "lease_s"),
+        ({"data_message_bytes": 8 << 20}, "data_message_bytes"),
+    ],
+)
+def test_wrong_settings_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransferConfig(**change)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_planes_are_ordered_best_first_and_sampling_is_read() -> None:
+    config = TransferConfig(planes=("zmq", "memfd"), verify_digest="sampled:8")
+    assert ordered_planes(config) == ("memfd", "zmq")
+    assert config.digest_sampling == 8
+    assert TransferConfig().digest_sampling == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "not-an-address", "192.168.1.1"])
+def test_plaintext_beyond_loopback_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError):
+        check_host(host, TransferConfig())
+
+
+def test_allowed_hosts() -> None:
+    check_host("127.0.0.1", TransferConfig())
+    check_host("[::1]", TransferConfig())
+    check_host("10.0.0.1", TransferConfig(allow_plaintext_kv=True))
+    check_host("10.0.0.1", TransferConfig(curve_key_file="key"))
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://host", "tcp://h:x", "inproc://a:1", ""])
+def test_only_tcp_endpoints(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="tcp"):
+        split_endpoint(endpoint)
+
+
+def test_routes_name_one_life_of_a_worker() -> None:
+    base = peer_base("decode-0", 5)
+    assert parse_route(base + b"m1234").base == base
+    assert parse_route(base + b"r9876").base == base
+    assert peer_base("decode-0", 6) != base
+    for wrong in (b"", b"short", b"x" * 40):
+        with pytest.raises(WireError):
+            parse_route(wrong)
+
+
+def test_timers_pop_in_order_and_an_earlier_time_wins() -> None:
+    timers = Timers()
+    timers.at_latest("a", 5.0)
+    timers.at_latest("b", 3.0)
+    timers.at_latest("a", 9.0)  # later: the entry stays, and is popped early
+    timers.at_latest("b", 2.0)
+    assert timers.next_due() == 2.0
+    assert timers.pop_due(2.5) == ["b"]
+    assert timers.pop_due(5.0) == ["a"]
+    assert timers.next_due() is None
+
+
+def test_timers_do_not_grow_with_updates() -> None:
+    timers = Timers()
+    for i in range(10_000):
+        timers.at_latest("a", 1e6 - i)
+    timers.discard("a")
+    assert timers.next_due() is None
+    assert len(timers) == 0
+    assert len(timers._heap) < 200
+
+
+def test_inbox_refuses_after_close_and_returns_what_came_late() -> None:
+    inbox = Inbox()
+    seen: list[int] = []
+    assert inbox.put(lambda: seen.append(1))
+    threads = [threading.Thread(target=lambda: inbox.put(lambda: seen.append(2))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for command in inbox.take():
+        command()
+    assert seen == [1, 2, 2, 2, 2]
+    inbox.put(lambda: seen.append(3))
+    assert len(inbox.close()) == 1
+    assert not inbox.put(lambda: None)
+    assert inbox.take() == []
+
+
+def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
+    with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
+        pool.blocks[0] = 7
+        dest = np.zeros(LAYOUT.block_bytes, np.uint8)
+        pool.gens[0] = 4
+        assert pull_block(pool, 0, 4, dest)
+        assert (dest == 7).all()
+        assert not pull_block(pool, 0, 2, dest)  # reused since it was announced
+        pool.gens[0] = 5
+        assert not pull_block(pool, 0, 5, dest)  # being written
+        pool.gens[0] = 4
+
+        class Racing:
+            """A pool whose owner takes the block back while it is copied."""
+
+            gens = pool.gens
+
+            @property
+            def blocks(self) -> np.ndarray:
+                pool.gens[0] += 1
+                return pool.blocks
+
+        assert not pull_block(Racing(), 0, 4, dest)  # type: ignore[arg-type]  # same two views

@@ -1,0 +1,424 @@
+"""Sender and receiver under every interleaving: all end, once, and never with wrong content."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.transfer import receiver as rx
+from services.transfer import sender as tx
+from services.transfer.values import FinalArgs, OpenArgs, Peer, ReadyArgs, RejectCode
+from tests.support.transfer_world import (
+    BLOCK_BYTES,
+    RECEIVER_POLICY,
+    SENDER_POLICY,
+    Decode,
+    World,
+)
+
+STEPS = st.lists(st.tuples(st.integers(0, 17), st.integers(0, 1_000)), max_size=70)
+
+
+def _step(world: World, code: int, number: int) -> None:
+    decodes = list(world.decodes.values())
+    decode = decodes[number % len(decodes)]
+    packet = world.packets[number % len(world.packets)] if world.packets else None
+    if packet is not None and code <= 7:
+        if code <= 4:
+            world.deliver(packet)
+        elif code == 5:
+            world.lose(packet)
+        elif code == 6:
+            world.deliver(packet, keep=True)
+        else:
+            data = [p for p in world.packets if p.blocks]
+            world.deliver(data[0] if data else packet, flip=True)
+        return
+    others: dict[int, Callable[[], None]] = {
+        8: lambda: world.connect(decode),
+        9: lambda: world.reserve(decode),
+        10: lambda: world.seal(1 + number % 3),
+        11: world.finish,
+        12: lambda: (world.pump(), world.pull(decode))[0],
+        13: lambda: world.advance(0.25 * (1 + number % 30)),
+        14: lambda: world.break_connection(decode) if number % 3 == 0 else None,
+        15: lambda: _rare(world, decode, number),
+        16: lambda: _open_second(world, number),
+        17: world.pump,
+    }
+    others.get(code, world.tick)()
+
+
+def _rare(world: World, decode: Decode, number: int) -> None:
+    choices: list[Callable[[], None]] = [
+        world.cancel_source,
+        lambda: world.cancel_sink(decode),
+        lambda: world.crash_decode(decode),
+        world.crash_sender,
+    ]
+    choices[number % 4]()
+
+
+def _open_second(world: World, number: int) -> None:
+    if "b" not in world.decodes:
+        world.open("b", attempt=1 + number % 2)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    num_tokens=st.sampled_from([5, 16, 40, 96, 100]),
+    plane=st.sampled_from(["memfd", "zmq"]),
+    steps=STEPS,
+)
+def test_every_interleaving_ends_once_and_never_accepts_wrong_content(
+    num_tokens: int, plane: str, steps: list[tuple[int, int]]
+) -> None:
+    """RB-009, RB-011, RB-025: drops, doubles, reordering, bit flips, cancels and crashes."""
+    world = World(num_tokens, plane)
+    world.open("a", attempt=1)
+    for code, number in steps:
+        _step(world, code, number)
+        world.check()
+    world.settle()
+    world.check()
+    if not world.is_sender_crashed:
+        assert len(world.releases) == 1
+    for decode in world.decodes.values():
+        if not decode.is_crashed:
+            assert len(decode.ended) == 1
+
+
+# Mostly progress, some trouble: (step, weight).
+WEIGHTS = dict(
+    zip(
+        (0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17),
+        (40, 3, 3, 4, 6, 4, 8, 2, 8, 2, 1, 1, 1, 12),
+        strict=True,
+    )
+)
+
+
+def _run_seed(seed: int) -> World:
+    rng = random.Random(seed)
+    plane = "zmq" if seed % 2 else "memfd"
+    world = World(rng.choice([5, 16, 40, 96, 100]), plane)
+    world.open("a", attempt=1)
+    codes = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=rng.randrange(10, 150))
+    for code in codes:
+        number = 0 if code == 0 and rng.random() < 0.9 else rng.randrange(1_000)
+        _step(world, code, number)
+        world.check()
+    world.settle()
+    world.check()
+    return world
+
+
+def test_seeded_histories_end_once_and_exercise_every_ending() -> None:
+    """RB-009, RB-011, RB-025: 1,500 random histories; the counts show that none is idle."""
+    endings: Counter[str] = Counter()
+    for seed in range(1_500):
+        world = _run_seed(seed)
+        if not world.is_sender_crashed:
+            assert len(world.releases) == 1, seed
+            endings[world.releases[0].outcome] += 1
+        for decode in world.decodes.values():
+            if not decode.is_crashed:
+                assert len(decode.ended) == 1, seed
+                endings[type(decode.ended[0]).__name__] += 1
+        endings["flips"] += world.bit_flips
+    for ending in ("done", "aborted", "expired", "peer_lost", "Deliver", "Fail", "flips"):
+        assert endings[ending] >= 10, endings
+
+
+@pytest.mark.parametrize("plane", ["memfd", "zmq"])
+def test_an_undisturbed_transfer_is_delivered(plane: str) -> None:
+    world = World(100, plane)
+    decode = world.open("a", attempt=1)
+    world.connect(decode)
+    world.reserve(decode)
+    world.finish()
+    world.settle()
+    assert isinstance(decode.ended[0], rx.Deliver)
+    assert [r.outcome for r in world.releases] == ["done"]
+
+
+@pytest.mark.parametrize("plane", ["memfd", "zmq"])
+@pytest.mark.parametrize("after", range(25))
+def test_blocks_stay_until_quiet_whenever_the_abort_comes(plane: str, after: int) -> None:
+    """RB-011: abort after every k-th message; the world overwrites blocks at their release."""
+    for abort in (World.cancel_source, lambda w: w.cancel_sink(w.decodes["a"])):
+        world = World(100, plane)
+        decode = world.open("a", attempt=1)
+        world.connect(decode)
+        world.reserve(decode)
+        world.finish()
+        for _ in range(after):
+            world.pump()
+            world.pull(decode)
+            if world.packets:
+                world.deliver(world.packets[0])
+        abort(world)
+        world.check()
+        world.settle()
+        assert len(world.releases) == len(decode.ended) == 1
+
+
+# ---- sender -----------------------------------------------------------------------------------
+
+A = Peer(b"a\0" + bytes(8), b"a\0" + bytes(8) + b"m1234")
+B = Peer(b"b\0" + bytes(8), b"b\0" + bytes(8) + b"m1234")
+
+
+def _sender(num_blocks: int = 2, has_tail: bool = False) -> tx.SenderTransfer:
+    return tx.SenderTransfer(1, num_blocks, has_tail, SENDER_POLICY, now=0.0)
+
+
+def _open(attempt: int = 1, num_blocks: int = 2, plane: str = "zmq") -> OpenArgs:
+    return OpenArgs(attempt, (False,) * num_blocks, plane)
+
+
+def test_ticket_expires_without_open() -> None:
+    sender = _sender()
+    assert sender.on_time(4.9) == []
+    assert sender.on_time(5.0) == [tx.Release("expired", "no decode worker opened the ticket")]
+    [reject] = sender.on_open(A, _open(), 5.1)
+    assert isinstance(reject, tx.SendReject)
+    assert reject.code is RejectCode.EXPIRED
+
+
+def test_lease_runs_out_without_renewal_and_holds_with_it() -> None:
+    sender = _sender()
+    sender.on_open(A, _open(), 1.0)
+    assert sender.on_renew(A.base, 9.0)
+    assert sender.on_time(18.9) == []
+    actions = sender.on_time(19.0)
+    assert tx.Release("peer_lost", "lease ran out") in actions
+    assert not sender.on_renew(A.base, 19.1)
+
+
+def test_duplicate_open_is_replayed() -> None:
+    sender = _sender()
+    sender.on_sealed(0, [4, 5])
+    first = sender.on_open(A, _open(), 1.0)
+    assert sender.on_open(A, _open(), 1.1) == first
+    assert tx.SendReady(A, 1, 0, 2) in first
+
+
+def test_equal_attempt_of_another_decode_is_busy() -> None:
+    sender = _sender()
+    sender.on_open(A, _open(), 1.0)
+    [reject] = sender.on_open(B, _open(), 1.1)
+    assert isinstance(reject, tx.SendReject)
+    assert (reject.code, reject.retry_after_s) == (RejectCode.BUSY, SENDER_POLICY.lease_s)
+
+
+def test_higher_attempt_fences_the_lower() -> None:
+    sender = _sender()
+    sender.on_open(A, _open(1), 1.0)
+    actions = sender.on_open(B, _open(2), 1.1)
+    assert actions[0] == tx.SendAbort(A, 1, "fenced by a higher attempt")
+    assert sender.on_abort(A, 1, "late", 1.2) == [tx.SendAborted(A, 1)]
+    assert sender.on_credit(A, 1, 10_000) == []
+    assert sender.state is tx.SenderState.STREAMING
+    [reject] = sender.on_open(A, _open(1), 1.3)
+    assert isinstance(reject, tx.SendReject)
+    assert reject.code is RejectCode.FENCED
+
+
+def test_release_waits_for_data_that_is_still_read() -> None:
+    sender = _sender()
+    sender.on_sealed(0, [4, 5])
+    sender.on_open(A, _open(), 1.0)
+    sender.on_credit(A, 1, BLOCK_BYTES)
+    out = sender.take_data()
+    assert out is not None
+    assert (out.indexes, out.block_ids) == ((0,), (4,))
+    assert sender.take_data() is None  # the credit is used up
+    assert sender.cancel("client left", 1.1) == [tx.SendAbort(A, 1, "client left")]
+    assert sender.on_data_left(1.2) == [tx.Release("aborted", "client left")]
+
+
+def test_a_memfd_reader_must_say_that_it_stopped() -> None:
+    sender = _sender()
+    sender.on_open(A, _open(plane="memfd"), 1.0)
+    assert sender.cancel("client left", 1.1) == [tx.SendAbort(A, 1, "client left")]
+    assert sender.on_time(1.4) == [tx.SendAbort(A, 1, "client left")]  # repeated
+    assert sender.on_aborted(A, 1, 1.5) == [tx.Release("aborted", "client left")]
+
+
+def test_a_block_is_sent_again_at_most_twice() -> None:
+    sender = _sender()
+    sender.on_sealed(0, [4, 5])
+    sender.on_open(A, _open(), 1.0)
+    sender.on_credit(A, 1, 100 * BLOCK_BYTES)
+    sender.take_data()
+    sender.on_data_left(1.0)
+    for _ in range(2):
+        assert sender.on_nack(A, 1, [0], False, 1.1) == [tx.DataReady(A)]
+        again = sender.take_data()
+        assert again is not None
+        assert again.indexes == (0,)
+        sender.on_data_left(1.2)
+    actions = sender.on_nack(A, 1, [0], False, 1.3)
+    assert [type(a) for a in actions] == [tx.SendAbort, tx.Release]
+
+
+def test_done_before_final_is_no_success() -> None:
+    sender = _sender()
+    sender.on_open(A, _open(), 1.0)
+    closed, release = sender.on_done(A, 1, 0, 1.1)
+    assert closed == tx.SendClosed(A, 1)
+    assert isinstance(release, tx.Release)
+    assert release.outcome == "aborted"
+
+
+def test_blocks_must_be_sealed_in_order() -> None:
+    sender = _sender()
+    with pytest.raises(ValueError, match="expected 0"):
+        sender.on_sealed(1, [4])
+
+
+# ---- receiver ---------------------------------------------------------------------------------
+
+
+def _pulling(num_tokens: int = 32, plane: str = "zmq") -> rx.ReceiverTransfer:
+    have = (False,) * (num_tokens // 16)
+    machine = rx.ReceiverTransfer(num_tokens, have, RECEIVER_POLICY, now=0.0)
+    machine.on_connected(plane, 0.1)
+    machine.on_opened(0.2)
+    machine.reserve([10, 11][: len(have)], 12 if num_tokens % 16 else None, 0.3)
+    return machine
+
+
+def _ready(lo: int, hi: int) -> ReadyArgs:
+    count = hi - lo
+    return ReadyArgs(
+        lo=lo,
+        gens=np.full(count, 2, np.uint64),
+        digests=np.ones((count, 1), np.uint64),
+        source_blocks=np.arange(lo, hi, dtype=np.uint32),
+    )
+
+
+def _final(num_tokens: int = 32) -> FinalArgs:
+    return FinalArgs((), num_tokens, num_tokens // 16, num_tokens % 16, 0, 2, 1, 0)
+
+
+def test_only_every_block_verified_and_final_is_success() -> None:
+    """RB-029: anything short of DONE of all chunks is no success."""
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.4)
+    assert machine.on_block(0, True, 0.5) == []
+    assert machine.on_final(_final(), 0.6) == [rx.WorkReady()]
+    actions = machine.on_block(1, True, 0.7)
+    assert [type(a) for a in actions] == [rx.Deliver, rx.SendDone]
+
+
+@pytest.mark.parametrize("code", [*RejectCode])
+def test_every_reject_code_fails_closed(code: RejectCode) -> None:
+    """RB-029: known or unknown, a refusal is a failure."""
+    machine = _pulling()
+    fail = machine.on_reject(code, 0.0, "detail")[0]
+    assert isinstance(fail, rx.Fail)
+    assert fail.can_recompute
+    assert code.name in fail.message
+
+
+def test_final_for_another_prompt_is_refused() -> None:
+    machine = _pulling()
+    actions = machine.on_final(_final(48), 0.4)
+    assert [type(a) for a in actions] == [rx.SendAbort, rx.Fail]
+
+
+def test_a_block_that_is_wrong_three_times_ends_the_receive() -> None:
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.4)
+    for _ in range(2):
+        assert rx.SendNack((0,), False, "digest") in machine.on_block(0, False, 0.5, "digest")
+    actions = machine.on_block(0, False, 0.6, "digest")
+    assert [type(a) for a in actions] == [rx.SendAbort, rx.Fail]
+    assert machine.dest_of(1) is None
+
+
+def test_credit_covers_announced_blocks_only() -> None:
+    machine = _pulling()
+    assert machine.credit_wanted() == 0
+    machine.on_ready(_ready(0, 1), 0.4)
+    assert machine.credit_wanted() == BLOCK_BYTES
+    assert machine.grant(BLOCK_BYTES, 0.5) == [rx.SendCredit(BLOCK_BYTES)]
+    assert (machine.credit_wanted(), machine.outstanding_bytes) == (0, BLOCK_BYTES)
+    machine.account(1)
+    machine.on_block(0, True, 0.6)
+    assert (machine.credit_wanted(), machine.outstanding_bytes) == (0, 0)
+
+
+def test_stalled_data_is_asked_for_twice_then_given_up() -> None:
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.4)
+    now = 0.5
+    for _ in range(2):
+        machine.grant(2 * BLOCK_BYTES, now)
+        now += RECEIVER_POLICY.stall_timeout_s
+        actions = machine.on_time(now)
+        assert rx.SendNack((0, 1), False, "no progress") in actions
+    machine.grant(2 * BLOCK_BYTES, now)
+    actions = machine.on_time(now + RECEIVER_POLICY.stall_timeout_s)
+    assert [type(a) for a in actions] == [rx.SendAbort, rx.Fail]
+
+
+def test_a_busy_link_is_progress_but_not_for_ever() -> None:
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.0)
+    machine.grant(2 * BLOCK_BYTES, 1.0)
+    assert machine.on_time(4.0, link_progress_at=3.9) == []
+    busy_until = 1.0 + RECEIVER_POLICY.window_s + RECEIVER_POLICY.stall_timeout_s
+    assert machine.on_time(busy_until, link_progress_at=busy_until) != []
+
+
+def test_mapped_pool_is_read_to_its_end_after_its_owner_died() -> None:
+    machine = _pulling(plane="memfd")
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.on_final(_final(), 0.5)
+    assert machine.on_peer_lost(True, 0.6) == [rx.WorkReady()]
+    for pull in machine.take_pulls(8):
+        actions = machine.on_block(pull.index, True, 0.7)
+    assert [type(a) for a in actions] == [rx.Deliver, rx.Forget]
+
+
+def test_a_dead_owner_before_final_fails_at_once() -> None:
+    machine = _pulling(plane="memfd")
+    machine.on_ready(_ready(0, 2), 0.4)
+    actions = machine.on_peer_lost(True, 0.5)
+    assert [type(a) for a in actions] == [rx.Fail, rx.Forget]
+
+
+def test_a_broken_link_is_made_again_once_keeping_what_was_verified() -> None:
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.grant(2 * BLOCK_BYTES, 0.4)
+    machine.on_block(0, True, 0.5)
+    assert machine.on_peer_lost(False, 0.6) == [rx.Connect()]
+    assert machine.on_connected("zmq", 0.7) == [rx.SendOpen((True, False))]
+    machine.on_opened(0.8)
+    assert (machine.outstanding_bytes, machine.credit_wanted()) == (0, BLOCK_BYTES)
+    assert [type(a) for a in machine.on_peer_lost(False, 0.9)] == [rx.Fail, rx.Forget]
+
+
+def test_an_offer_the_peer_took_back_fails() -> None:
+    machine = _pulling()
+    assert machine.on_renewed(True, 1.0) == []
+    assert [type(a) for a in machine.on_renewed(False, 1.0)] == [rx.Fail, rx.Forget]
+
+
+def test_cancel_by_the_worker_is_not_to_be_recomputed() -> None:
+    machine = _pulling()
+    abort, fail = machine.cancel("client left", 1.0)
+    assert abort == rx.SendAbort("client left")
+    assert fail == rx.Fail("cancelled", "client left", False)
+    assert machine.cancel("again", 1.1) == []
