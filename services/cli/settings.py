@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.cli.progress import Progress
+
 if TYPE_CHECKING:
     from services.common.config import IsthmusConfig
 
@@ -39,3 +41,11 @@ def load_serving(path: Path | None, overrides: Mapping[str, object]) -> IsthmusC
 
     model = config.model.model_copy(update={"name": DEFAULT_MODEL})
     return config.model_copy(update={"model": model})
+
+
+def resolve_model(config: IsthmusConfig) -> Path:
+    """Turn the configured model into a directory processes can load, telling what happens."""
+    from services.models.catalog import resolve
+
+    cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else None
+    return resolve(config.model.name, cache_dir, progress=Progress())

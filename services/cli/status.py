@@ -104,20 +104,23 @@ def _print_table(
     if cluster.degraded:
         console.print(f"degraded: {cluster.degraded_reason}", style="yellow", highlight=False)
     table = Table()
-    for column in (
-        *("worker", "role", "state", "address", "requests", "blocks in use", "cached", "planes"),
-        *("kernels", "reason"),
-    ):
-        table.add_column(column)
+    for column in ("worker", "role", "state", "address", "requests", "in use", "cached", "planes"):
+        table.add_column(column, overflow="fold")
     for view in cluster.workers:
         table.add_row(*_cells(view, own.get(view.worker_id)))
     console.print(table)
+    for view in cluster.workers:
+        answer = own.get(view.worker_id)
+        about = [view.reason, f"kernels: {answer.kernel_path}" if answer is not None else ""]
+        line = " · ".join(part for part in about if part)
+        if line:
+            console.print(f"{view.worker_id}: {line}", highlight=False, markup=False)
 
 
 def _cells(view: admin_pb2.WorkerView, own: worker_pb2.StatusResponse | None) -> list[str]:
     head = [view.worker_id, view.role, view.state, view.address]
     if own is None:
-        return [*head, "", "no answer", "", "", "", view.reason]
+        return [*head, "", "no answer", "", ""]
     planes = sorted(f"{peer}: {plane}" for peer, plane in own.planes.items())
     return [
         *head,
@@ -125,6 +128,4 @@ def _cells(view: admin_pb2.WorkerView, own: worker_pb2.StatusResponse | None) ->
         f"{own.blocks_in_use}/{own.blocks_total}",
         str(own.blocks_cached),
         "\n".join(planes),
-        own.kernel_path,
-        view.reason,
     ]

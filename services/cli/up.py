@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import settings
-from services.cli.progress import Progress
 from services.cli.serve import ConfigFile, LogLevel, Mode, ModelName, StoreUrl
 
 if TYPE_CHECKING:
@@ -112,8 +111,9 @@ class _Run:
         from services.cli.status_file import StatusFile
         from services.cli.supervisor import Supervisor
         from services.common.clock import SystemClock
+        from services.common.model_manifest import read_manifest
 
-        model_dir = resolve_model(self._config)
+        model_dir = settings.resolve_model(self._config)
         plans = self._plan()
         _check_ports(plans)
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class _Run:
         clock = SystemClock()
         facts: dict[str, object] = {
             "pid": os.getpid(),
-            "model": self._config.model.served_name or model_dir.name,
+            "model": self._config.model.served_name or read_manifest(model_dir).name,
             "runtime_dir": str(self._runtime_dir),
             "log_dir": str(self._log_dir),
             "started_unix_ms": clock.unix_ms(),
@@ -197,14 +197,6 @@ class _Run:
         if sys.stdout.isatty():
             return LiveView(str(self._log_dir))
         return PlainView(sys.stdout, str(self._log_dir))
-
-
-def resolve_model(config: IsthmusConfig) -> Path:
-    """Turn the configured model into a directory processes can load, telling what happens."""
-    from services.models.catalog import resolve
-
-    cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else None
-    return resolve(config.model.name, cache_dir, progress=Progress())
 
 
 def _check_ports(plans: Sequence[PlannedProcess]) -> None:
