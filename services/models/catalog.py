@@ -185,10 +185,21 @@ def _resolve_directory(cache: _Cache, path: Path) -> Path:
             shutil.copyfile(path / name, partial / name)
         for shard in shards:
             (partial / shard.name).symlink_to(shard.resolve())
-        _finish(partial, name=path.name, source=path.name, digest_of=digests.digest)
+        if TOKENIZER_CONFIG_NAME not in small:  # readers may count on the file, not on its contents
+            (partial / TOKENIZER_CONFIG_NAME).write_text("{}\n")
+        name, revision = _public_name(path)
+        _finish(partial, name=name, source=path.name, revision=revision, digest_of=digests.digest)
 
     key = _key(path.name, "hf", str(path), *parts, weights_digest(shards, digests.digest))
     return cache.make(key, fill)
+
+
+def _public_name(path: Path) -> tuple[str, str]:
+    """Return the name clients use and the revision; a hub cache's folders tell both."""
+    hub = path.parent.parent.name
+    if path.parent.name == "snapshots" and hub.startswith("models--"):
+        return hub.removeprefix("models--").replace("--", "/"), path.name
+    return path.name, ""
 
 
 def _finish(

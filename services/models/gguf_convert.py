@@ -95,6 +95,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelFileError(f"{file.name}: architecture {arch!r} is not supported ({known} are)")
     if file.integer(f"{arch}.expert_count"):
         raise ModelFileError(f"{file.name}: mixtures of experts are not supported")
+    if (file.integer("split.count") or 1) > 1:
+        raise ModelFileError(f"{file.name}: one part of a split model; merge the parts first")
     num_heads = _required(file, f"{arch}.attention.head_count")
     hidden = _required(file, f"{arch}.embedding_length")
     head_dim = file.integer(f"{arch}.attention.key_length") or hidden // max(1, num_heads)

@@ -110,14 +110,12 @@ def test_manifest_says_what_the_cluster_needs(smollm2_dir: Path) -> None:
 
 def test_the_cached_model_is_found_and_loaded_fast(smollm2_dir: Path) -> None:
     """Best of several: the machine may be busy, the bar is about the work itself."""
-    found: list[float] = []
-    loaded: list[float] = []
-    for _ in range(4):
+    for _ in range(12):
         started = time.monotonic()
         assert catalog.resolve("smollm2") == smollm2_dir
-        found.append(time.monotonic() - started)
-        started = time.monotonic()
+        found = time.monotonic()
         load_model(smollm2_dir)
-        loaded.append(time.monotonic() - started)
-    assert min(found) < 0.05
-    assert min(loaded) < 0.5
+        find_s, load_s = found - started, time.monotonic() - found
+        if find_s < 0.05 and load_s < 0.5:
+            return
+    pytest.fail(f"the last of 12 tries took {find_s:.3f} s to find and {load_s:.2f} s to load")

@@ -96,6 +96,17 @@ def test_a_hugging_face_directory_is_linked_not_copied(
     assert catalog.resolve(str(source), cache) == resolved
 
 
+def test_a_hub_snapshot_keeps_its_name_and_revision(cache: Path, tmp_path: Path) -> None:
+    source = tmp_path / "models--Some--Toy-1B" / "snapshots" / "abc123"
+    make_toy_model(source)
+    (source / "isthmus.json").unlink()
+    (source / "tokenizer_config.json").unlink()
+    resolved = catalog.resolve(str(source), cache)
+    manifest = read_manifest(resolved)
+    assert (manifest.name, manifest.revision) == ("Some/Toy-1B", "abc123")
+    assert json.loads((resolved / "tokenizer_config.json").read_text()) == {}
+
+
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "tokenizer_config.json"])
 def test_a_changed_directory_resolves_anew(cache: Path, tmp_path: Path, changed: str) -> None:
     source = tmp_path / "hf"

@@ -103,6 +103,22 @@ def test_a_tokens_logits_depend_on_nothing_but_its_sequence(tmp_path: Path, fami
         assert torch.equal(torch.cat(rows), whole)
 
 
+@pytest.mark.parametrize("chunk", [64, 100, 256, 1000])
+def test_chunk_size_never_shows_and_no_unwritten_memory_is_read(toy_dir: Path, chunk: int) -> None:
+    """RB-086: a long prompt over a poisoned pool, in chunks of any size."""
+    if dispatch.cpu_kernels(torch.empty(0)) is None:
+        pytest.skip(f"only the C library promises this: {dispatch.describe('cpu')}")
+    model = load_model(toy_dir)
+    prompt = [(i * i * 31 + i) % 290 + 3 for i in range(1000)]
+    expected = PagedDriver(model, num_blocks=70).step({"a": prompt}, rows=[999])
+    assert not expected.isnan().any()
+    driver = PagedDriver(model, num_blocks=70, seed=chunk)
+    for lo in range(0, 1000, chunk):
+        size = min(chunk, 1000 - lo)
+        last = driver.step({"a": prompt[lo : lo + size]}, rows=[size - 1])
+    assert torch.equal(last, expected)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_plain_torch_serves_where_the_library_cannot(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_llama3_rope_scaling_is_recovered_from_its_divisors(tmp_path: Path) -> N
     [
         ({"fields": {"general.architecture": "gemma"}}, "gemma"),
         ({"fields": {"llama.expert_count": 8}}, "experts"),
+        ({"fields": {"split.count": 3}}, "merge the parts"),
         ({"fields": {"llama.block_count": None}}, "block_count is missing"),
         ({"fields": {"llama.block_count": 3}}, "blk.2.attn_norm.weight is missing"),
         ({"fields": {"llama.block_count": 1}}, "blk.1"),
@@ -156,7 +157,10 @@ def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_mutants_of_the_metadata_convert_or_are_refused(tmp_path: Path) -> None:
-    """Past the parser, the tokenizer library and the dequantiser see hostile values too."""
+    """Past the parser, the tokenizer library and the dequantiser see hostile values too.
+
+    The class of CVE-2026-53923: what is dequantised must be exactly what the file holds.
+    """
     source = make_toy_model(tmp_path / "source", num_layers=1, hidden=32)
     path = write_toy_gguf(tmp_path / "toy.gguf", source)
     raw = path.read_bytes()

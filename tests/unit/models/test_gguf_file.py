@@ -157,6 +157,7 @@ def test_dequantises_every_supported_type(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_lying_files_are_refused(tmp_path: Path, raw: bytes, why: str) -> None:
+    """The classes of CVE-2024-21802 (lengths) and CVE-2026-7482 (dimensions)."""
     with pytest.raises(ModelFileError, match=why):
         opened(tmp_path, raw)
 

@@ -110,6 +110,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
 
 
 def test_pickled_checkpoints_are_not_loaded(tmp_path: Path) -> None:
+    """RB-121: unpickling a file is running it."""
     make_toy_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelFileError, match="pickled checkpoints"):
