@@ -1,0 +1,98 @@
+"""What goes over the wire for streams and whole answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import RequestError
+from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
+from services.router.api import ChoiceEnd, Chunk, RequestEnd, TextLogprob
+
+END = RequestEnd(3, 1, 2)
+
+
+def make_facts(**changes: Any) -> AnswerFacts:
+    fields: dict[str, Any] = {
+        "request_id": "req-1",
+        "model": 'm"odel',
+        "created": 5,
+        "fingerprint": "fp",
+        "is_chat": True,
+        "logprobs": False,
+    }
+    return AnswerFacts(**{**fields, **changes})
+
+
+def events_of(raw: bytes) -> list[Any]:
+    """Split a stream as a client does: events end with an empty line, data is one line."""
+    events = raw.decode().split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    data = [event[6:] for event in events]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+@given(st.lists(st.text(), max_size=6), st.booleans(), st.booleans())
+def test_any_text_survives_the_prepared_bytes(
+    texts: list[str], is_chat: bool, with_usage: bool
+) -> None:
+    writer = StreamWriter(make_facts(is_chat=is_chat, with_usage=with_usage))
+    raw = b"".join(writer.chunk(Chunk(0, i, (i,), text)) for i, text in enumerate(texts))
+    raw += writer.end(ChoiceEnd(0, "stop")) + writer.finish(END)
+    *events, done = events_of(raw)
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    joined = "".join(
+        choice["delta"].get("content", "") if is_chat else choice["text"] for choice in choices
+    )
+    assert (joined, done) == ("".join(texts), "[DONE]")
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["stop"]
+    assert all(event["model"] == 'm"odel' for event in events)
+    assert [event.get("usage") is not None for event in events].count(True) == with_usage
+    assert all(("usage" in event) == with_usage for event in events)
+
+
+def test_pending_text_makes_no_event() -> None:
+    assert StreamWriter(make_facts()).chunk(Chunk(0, 0, (1,), "")) == b""
+
+
+def test_empty_answer_still_has_a_role_and_an_end() -> None:
+    events = events_of(StreamWriter(make_facts()).end(ChoiceEnd(0, "stop")))
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert events[1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_broken_stream_has_neither_end_nor_done() -> None:
+    raw = StreamWriter(make_facts()).error(RequestError("worker_lost", "died"))
+    (event,) = events_of(raw)
+    assert event == {
+        "error": {"message": "died", "type": "server_error", "param": None, "code": "worker_lost"}
+    }
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_json_never_holds_infinities(value: float, is_chat: bool) -> None:
+    item = TextLogprob(1, "a", b"a", value, ((1, "a", b"a", value),))
+    facts = make_facts(is_chat=is_chat, logprobs=True, top_logprobs=1)
+    chunk = Chunk(0, 0, (1,), "a", (item,))
+    body = BodyWriter(facts, 1)
+    body.chunk(chunk)
+    for raw in (StreamWriter(facts).chunk(chunk), body.finish(END)):
+        assert b"Infinity" not in raw
+        assert b"NaN" not in raw
+        assert b"-9999.0" in raw
+
+
+def test_text_offsets_go_on_over_chunks() -> None:
+    writer = StreamWriter(make_facts(is_chat=False, logprobs=True))
+    raw = b"".join(
+        writer.chunk(Chunk(0, i, (i,), text, (TextLogprob(i, text, b"", -1.0),)))
+        for i, text in enumerate(["ab", "c", "de"])
+    )
+    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events_of(raw)]
+    assert offsets == [[0], [2], [3]]
