@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from services.pb import inference_pb2_grpc
-from tests.support.cluster import Cluster
+from services.bench.local_cluster import LocalCluster as Cluster
 from tests.support.generate import collect, generate, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.cluster import Cluster
+from services.bench.local_cluster import LocalCluster as Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

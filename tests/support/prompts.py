@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+MAX_TOKENS = 16  # generated per prompt
 Encode = Callable[[str], list[int]]
 
 _PASSAGE = (
