@@ -7,14 +7,12 @@ socket path would be too long), and ended by the kernel when its parent dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -24,7 +22,11 @@ from redis.retry import Retry
 from services.common.errors import StoreUnavailable
 
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes with the terminator
-_PR_SET_PDEATHSIG = 1
+# 1 = PR_SET_PDEATHSIG, 15 = SIGTERM; the parent may have died before the call.
+_TIE = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); parent, *command = sys.argv[1:]; "
+    "os.getppid() == int(parent) or sys.exit(1); os.execv(command[0], command)"
+)
 _START_TRIES = 3  # of a TCP port that was free a moment ago
 
 
@@ -73,7 +75,7 @@ class EmbeddedStore:
     ) -> EmbeddedStore:
         log_file = runtime_dir / "store.log"
         command = [
-            str(server_binary()), *listen,
+            *_tied_to_this_process(), str(server_binary()), *listen,
             "--dir", str(runtime_dir), "--logfile", str(log_file),
             "--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction",
             "--daemonize", "no", "--protected-mode", "yes", "--databases", "1",
@@ -84,7 +86,7 @@ class EmbeddedStore:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent(),
+            start_new_session=True,  # Ctrl-C is for the supervisor, which stops the store last
         )
         store = cls(process, url, (runtime_dir / "store.sock", log_file))
         try:
@@ -139,19 +141,14 @@ def server_binary() -> Path:
     return Path(get_binary_path())
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """Return what the child runs before exec, so that the kernel ends it with its parent."""
+def _tied_to_this_process() -> list[str]:
+    """Return a command prefix that ties the command to this process, then becomes it.
+
+    A program of its own, since code between fork and exec may not run beside other threads.
+    """
     if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, which may not allocate much
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return before_exec
+        return []
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())]
 
 
 def _free_port() -> int:

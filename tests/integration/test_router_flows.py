@@ -13,20 +13,12 @@ from services.router.api import Chunk
 from services.router.config import RouterConfig
 from tests.support.cluster import Cluster, eventually, make_call, reference, running_cluster
 from tests.support.fake_worker import FakeWorker, Job, decode, run_job
+from tests.support.fake_worker import decode_worker as decoder
+from tests.support.fake_worker import prefill_worker as prefill
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
 pytestmark = pytest.mark.integration
-
-
-def prefill(name: str = "p0", **options: object) -> FakeWorker:
-    """Make a prefill worker."""
-    return FakeWorker(name, "prefill", **options)  # type: ignore[arg-type]
-
-
-def decoder(name: str = "d0", **options: object) -> FakeWorker:
-    """Make a decode worker."""
-    return FakeWorker(name, "decode", **options)  # type: ignore[arg-type]
 
 
 async def error_of(cluster: Cluster, **options: object) -> RequestError:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -108,14 +109,24 @@ def test_manifest_says_what_the_cluster_needs(smollm2_dir: Path) -> None:
     assert "<|im_start|>" in settings["chat_template"]
 
 
-def test_the_cached_model_is_found_and_loaded_fast(smollm2_dir: Path) -> None:
-    """Best of several: the machine may be busy, the bar is about the work itself."""
-    for _ in range(12):
+def test_the_cached_model_is_found_at_once(smollm2_dir: Path) -> None:
+    times = []
+    for _ in range(5):
         started = time.monotonic()
         assert catalog.resolve("smollm2") == smollm2_dir
-        found = time.monotonic()
+        times.append(time.monotonic() - started)
+    assert min(times) < 0.05
+
+
+def test_loading_costs_little_more_than_reading(smollm2_dir: Path) -> None:
+    """Half a second, or on a busy machine three plain copies of the same bytes timed beside it."""
+    raw = np.memmap(smollm2_dir / "model.safetensors", mode="r")
+    for _ in range(5):
+        started = time.monotonic()
         load_model(smollm2_dir)
-        find_s, load_s = found - started, time.monotonic() - found
-        if find_s < 0.05 and load_s < 0.5:
+        loaded = time.monotonic()
+        np.array(raw)
+        load_s, copy_s = loaded - started, time.monotonic() - loaded
+        if load_s < max(0.5, 3 * copy_s):
             return
-    pytest.fail(f"the last of 12 tries took {find_s:.3f} s to find and {load_s:.2f} s to load")
+    pytest.fail(f"the last of 5 loads took {load_s:.2f} s, a copy of the file {copy_s:.2f} s")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def make_call(
     timeout_s: float = 10.0,
     force_mode: str | None = None,
     request_id: str | None = None,
-    **sampling: object,
+    **sampling: Any,
 ) -> GenerateCall:
     """Build a request."""
     now = time.monotonic()
@@ -177,10 +178,8 @@ async def running_cluster(
             await cluster.add(worker)
         await eventually(lambda: all(w.lease.is_registered for w in workers))
         await router.start()
-        for worker in workers:
-            await eventually(
-                lambda w=worker: cluster.state_of(w.worker_id) in ("live", "incompatible")
-            )
+        judged = ("live", "incompatible")
+        await eventually(lambda: all(cluster.state_of(w.worker_id) in judged for w in workers))
         yield cluster
     finally:
         await router.stop()

@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -168,7 +169,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     # -- the service -------------------------------------------------------------------------
 
-    async def Link(  # noqa: N802
+    async def Link(  # type: ignore[override]  # noqa: N802  # writes through the context
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
     ) -> None:
         """Serve one router."""
@@ -316,6 +317,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )  # fmt: skip
         job.ends.append(done)
         self.send(worker_pb2.WorkerFrame(done=[done]))
+
+
+def prefill_worker(worker_id: str = "p0", **options: Any) -> FakeWorker:
+    """Make a prefill worker."""
+    return FakeWorker(worker_id, "prefill", **options)  # type: ignore[abstract]  # Link is enough
+
+
+def decode_worker(worker_id: str = "d0", **options: Any) -> FakeWorker:
+    """Make a decode worker."""
+    return FakeWorker(worker_id, "decode", **options)  # type: ignore[abstract]  # Link is enough
 
 
 async def run_job(worker: FakeWorker, job: Job) -> None:

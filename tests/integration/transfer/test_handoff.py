@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,11 @@ from tests.support.transfer_ends import (
     make_prefill,
     outcome,
     same_content,
+    wait_until,
     with_planes,
 )
 
 pytestmark = pytest.mark.integration
-
-Maker = Callable[..., DecodeEnd]
 
 
 @pytest.fixture(params=["memfd", "zmq"])
@@ -81,3 +81,288 @@ def test_delivers_exactly_the_prefills_blocks_and_first_tokens(
     full = num_tokens // 16
     sent, got = prefill.lent["p"][:full], blocks[:full]
     assert np.array_equal(prefill.memory.digests[sent], decode.memory.digests[got])
+
+
+def test_decode_pulls_while_prefill_computes(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer("p", 100)
+    blocks = decode.receive("d", ticket, offer)
+    for lo, count in ((0, 2), (2, 1), (3, 3)):
+        prefill.seal("p", lo, count)
+        last = blocks[lo + count - 1]
+        assert last is not None
+        sent = prefill.lent["p"][lo + count - 1]
+        wait_until(
+            lambda a=sent, b=last: (decode.memory.digests[b] == prefill.memory.digests[a]).all()
+        )
+        assert decode.events.of("d") == []  # not before FINAL
+    prefill.finish("p", 100)
+    assert outcome(decode.events.wait("d")) == "ready"
+    assert same_content(prefill, "p", decode, blocks, 100 % 16)
+
+
+def test_blocks_decode_has_do_not_move(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 100)
+    have = (True, True, True, False, True, False)
+    decode.open("d", ticket, offer, have=have)
+    blocks = decode.reserve("d", offer, have)
+    ready = decode.events.wait("d")
+    assert (ready.stats.blocks_moved, ready.stats.blocks_deduped) == (3, 4)
+    released = prefill.events.wait("p")
+    assert (released.stats.blocks_moved, released.stats.blocks_deduped) == (3, 4)
+    wanted = [i for i, had in enumerate(have) if not had]
+    for i in wanted:
+        sent, got = prefill.lent["p"][i], blocks[i]
+        assert np.array_equal(prefill.memory.blocks[sent], decode.memory.blocks[got])
+
+
+def test_a_fully_cached_prompt_moves_nothing(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 64)
+    decode.open("d", ticket, offer, have=(True,) * 4)
+    decode.reserve("d", offer, (True,) * 4)
+    assert decode.events.wait("d").stats.size_bytes == 0
+    assert outcome(prefill.events.wait("p")) == "done"
+
+
+def test_open_without_memory_keeps_its_lease(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 40)
+    decode.open("d", ticket, offer)
+    time.sleep(2.5 * FAST.lease_s)
+    assert prefill.events.of("p") == decode.events.of("d") == []
+    blocks = decode.reserve("d", offer)
+    assert outcome(decode.events.wait("d")) == "ready"
+    assert same_content(prefill, "p", decode, blocks, 8)
+
+
+def test_many_transfers_at_once_between_several_peers(
+    config: TransferConfig, tmp_path: Path
+) -> None:
+    """RB-030: two prefill workers on one address, interleaved, and two decode workers."""
+    prefills = [make_prefill(tmp_path, config, 256, worker_id=f"prefill-{i}") for i in range(2)]
+    prefills[1].rng = np.random.default_rng(2)
+    decodes = [make_decode(config, 256, worker_id=f"decode-{i}") for i in range(2)]
+    try:
+        runs = []
+        for i in range(24):
+            prefill, decode, key = prefills[i % 2], decodes[i // 2 % 2], f"k{i}"
+            ticket, offer = prefill.offer(key, 16 * 8 + i)
+            runs.append((prefill, decode, key, offer, decode.receive(key, ticket, offer)))
+        for lo in range(0, 8, 4):
+            for prefill, _, key, _, _ in runs:
+                prefill.seal(key, lo, 4)
+        for prefill, _, key, offer, _ in runs:
+            extra = offer.num_tokens // 16 - 8
+            if extra:
+                prefill.seal(key, 8, extra)
+            prefill.finish(key, offer.num_tokens)
+        for prefill, decode, key, offer, blocks in runs:
+            assert outcome(decode.events.wait(key)) == "ready"
+            assert outcome(prefill.events.wait(key)) == "done"
+            assert same_content(prefill, key, decode, blocks, offer.num_tokens % 16)
+        for decode in decodes:
+            assert decode.sink.planes() == dict.fromkeys(
+                ("prefill-0", "prefill-1"), config.planes[0]
+            )
+    finally:
+        for end in (*prefills, *decodes):
+            end.stop()
+
+
+# ---- cancel -----------------------------------------------------------------------------------
+
+STAGES = ("offered", "opened", "reserved", "streaming", "finished")
+
+
+def _reach(stage: str, prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    reached = STAGES.index(stage)
+    ticket, offer = prefill.offer("p", 200)
+    if reached >= 1:
+        decode.open("d", ticket, offer)
+        wait_until(lambda: prefill.source.counters.offers == 1)
+        time.sleep(0.05)
+    if reached >= 2:
+        decode.reserve("d", offer)
+    if reached >= 3:
+        prefill.seal("p", 0, 6)
+        time.sleep(0.05)
+    if reached >= 4:
+        prefill.seal("p", 6, 6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cancel_of_prefill_frees_both_sides_at_once(
+    prefill: PrefillEnd, decode: DecodeEnd, stage: str
+) -> None:
+    """RB-009, RB-011: one terminal event each, well within 100 ms on an idle machine."""
+    _reach(stage, prefill, decode)
+    prefill.source.cancel("p", "client left")
+    released = prefill.events.wait("p", FAST.lease_s * 0.6)
+    assert (released.outcome, released.reason) == ("aborted", "client left")
+    if stage != "offered":
+        failed = decode.events.wait("d", FAST.lease_s * 0.6)
+        assert (failed.code, failed.can_recompute) == ("handoff_failed", True)
+    _assert_quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_cancel_of_decode_frees_both_sides_at_once(
+    prefill: PrefillEnd, decode: DecodeEnd, stage: str
+) -> None:
+    """RB-009, RB-011."""
+    _reach(stage, prefill, decode)
+    decode.sink.cancel("d", "client left")
+    failed = decode.events.wait("d", FAST.lease_s * 0.6)
+    assert (failed.code, failed.message, failed.can_recompute) == (
+        "cancelled",
+        "client left",
+        False,
+    )
+    assert outcome(prefill.events.wait("p", FAST.lease_s * 0.6)) == "aborted"
+    _assert_quiet(prefill, decode)
+
+
+def _assert_quiet(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    """Nothing is open, one event a key, and the freed blocks are neither read nor written."""
+    assert prefill.source.num_open() == decode.sink.num_open() == 0
+    decode.memory.blocks[:] = 0xA5
+    prefill.memory.blocks[:] = 0x5A
+    time.sleep(0.15)
+    assert (decode.memory.blocks == 0xA5).all()
+    assert len(prefill.events.all) == 1
+    assert len(decode.events.all) <= 1
+
+
+def test_cancel_unknown_keys_is_harmless(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    prefill.source.cancel("nobody", "x")
+    decode.sink.cancel("nobody", "x")
+    decode.sink.reserve("nobody", [], None)
+    prefill.source.blocks_sealed("nobody", 0, [1])
+    ticket, offer = prefill.offer_all("p", 20)
+    decode.receive("d", ticket, offer)
+    assert outcome(decode.events.wait("d")) == "ready"
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def test_ticket_nobody_opens_expires(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 40)
+    released = prefill.events.wait("p", FAST.ticket_ttl_s + 1.0)
+    assert released.outcome == "expired"
+    decode.receive("d", ticket, offer)
+    failed = decode.events.wait("d")
+    assert failed.code == "handoff_failed"
+    assert "EXPIRED" in failed.message
+
+
+def test_forged_ticket_is_refused(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 40)
+    forged = TicketSigner().issue(read_unverified(ticket))
+    decode.receive("d", forged, offer)
+    failed = decode.events.wait("d")
+    assert (failed.code, failed.can_recompute) == ("handoff_failed", True)
+    assert "AUTH" in failed.message
+    decode.receive("d2", ticket, offer)  # the honest one still works
+    assert outcome(decode.events.wait("d2")) == "ready"
+
+
+def test_ticket_for_other_blocks_is_a_hash_mismatch(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer_all("p", 40)
+    decode.sink.open("d", ticket, 1, (False, False), [BlockHash(bytes(16))] * 2)
+    assert outcome(decode.events.wait("d")) == "hash_mismatch"
+    assert offer.block_hashes
+
+
+def test_damaged_ticket_fails_and_nothing_else_does(decode: DecodeEnd) -> None:
+    decode.sink.open("d", b"\xff\xfe", 1, (), [])
+    assert outcome(decode.events.wait("d")) == "handoff_failed"
+
+
+def test_second_decode_is_busy_and_a_higher_attempt_fences(
+    prefill: PrefillEnd, decode: DecodeEnd, config: TransferConfig
+) -> None:
+    other = make_decode(config, worker_id="decode-1")
+    try:
+        ticket, offer = prefill.offer_all("p", 40)
+        decode.open("d", ticket, offer, attempt=1)
+        time.sleep(0.2)
+        other.receive("busy", ticket, offer, attempt=1)
+        assert "BUSY" in other.events.wait("busy").message
+        blocks = other.receive("fence", ticket, offer, attempt=2)
+        assert outcome(other.events.wait("fence")) == "ready"
+        assert same_content(prefill, "p", other, blocks, 8)
+        assert "fenced" in decode.events.wait("d").message
+        assert outcome(prefill.events.wait("p")) == "done"
+        assert len(prefill.events.all) == 1
+    finally:
+        other.stop()
+
+
+def test_incompatible_worker_is_named(prefill: PrefillEnd, config: TransferConfig) -> None:
+    other = replace(IDENTITY, weights_digest="other")
+    decode = make_decode(config, identity=other)
+    try:
+        ticket, offer = prefill.offer_all("p", 40)
+        decode.receive("d", ticket, offer)
+        assert outcome(decode.events.wait("d")) == "incompatible"
+        # A ticket that claims our identity leads to a worker that does not have it.
+        lying = replace(read_unverified(ticket), kv_identity_fp=other.fingerprint)
+        decode.receive("e", TicketSigner().issue(lying), offer)
+        failed = decode.events.wait("e")
+        assert failed.code == "incompatible"
+        assert "weights_digest" in failed.message
+    finally:
+        decode.stop()
+
+
+def test_other_layout_is_refused_naming_both(prefill: PrefillEnd, config: TransferConfig) -> None:
+    """RB-022: refused in the handshake, not at transfer time."""
+    decode = make_decode(config, layout=replace(LAYOUT, kv_dtype="bfloat16"))
+    try:
+        ticket, offer = prefill.offer_all("p", 40)
+        decode.receive("d", ticket, offer)
+        failed = decode.events.wait("d")
+        assert failed.code == "incompatible"
+        assert "kv_dtype: prefill has float32, decode has bfloat16" in failed.message
+    finally:
+        decode.stop()
+
+
+def test_a_full_source_refuses_with_a_code(tmp_path: Path) -> None:
+    end = make_prefill(tmp_path, replace(FAST, max_transfers=2))
+    try:
+        end.offer("a", 16)
+        end.offer("b", 16)
+        with pytest.raises(RequestError) as caught:
+            end.offer("c", 16)
+        assert caught.value.spec.code == "overloaded"
+    finally:
+        end.stop()
+    assert sorted(e.outcome for e in end.events.all) == ["stopped", "stopped"]
+    with pytest.raises(RequestError) as caught:
+        end.offer("d", 16)
+    assert caught.value.spec.code == "draining"
+
+
+def test_unsealed_block_is_never_offered(prefill: PrefillEnd, decode: DecodeEnd) -> None:
+    ticket, offer = prefill.offer("p", 16)
+    decode.receive("d", ticket, offer)
+    prefill.memory.gens[3] = 5  # being written
+    prefill.source.blocks_sealed("p", 0, [3])
+    assert outcome(prefill.events.wait("p")) == "aborted"
+    assert outcome(decode.events.wait("d")) == "handoff_failed"
+
+
+def test_stop_ends_everything_on_both_sides(config: TransferConfig, tmp_path: Path) -> None:
+    prefill, decode = make_prefill(tmp_path, config), make_decode(config)
+    ticket, offer = prefill.offer("p", 100)
+    decode.receive("d", ticket, offer)
+    prefill.offer("never-opened", 50)
+    prefill.seal("p", 0, 3)
+    time.sleep(0.1)
+    decode.stop()
+    prefill.stop()
+    assert [outcome(e) for e in decode.events.all] == ["cancelled"]
+    assert sorted(e.key for e in prefill.events.all) == ["never-opened", "p"]
+    assert list(tmp_path.iterdir()) == []  # no socket file left
+    decode.open("late", ticket, offer)
+    assert outcome(decode.events.wait("late", 1.0)) == "draining"
