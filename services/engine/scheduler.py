@@ -443,9 +443,8 @@ class Scheduler:
             try:
                 self._blocks.extend(seq, 1)
             except BlocksExhausted:
-                victims = self._victims()
-                # One of better standing never gives way; then this one does.
-                victim = victims[0] if _standing(victims[0]) > _standing(seq) else seq
+                # The one of worst standing gives way: it may be this one, never a better one.
+                victim = self._victims()[0]
                 self._preempt((victim,), now)
                 if victim is seq:
                     return False
@@ -771,6 +770,8 @@ class Scheduler:
         refs: dict[BlockId, int] = {}
         for request in self._requests.values():
             assert request.state is not RequestState.FINISHED
+            is_any_running = any(map(self._is_running, request.live))
+            assert is_any_running == (request.state is RequestState.RUNNING)
             for seq in request.sequences:
                 self._check_sequence(seq)
                 for block_id in seq.table.block_ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from services.common.sampling import SamplingParams
@@ -80,10 +82,7 @@ def test_generated_blocks_are_cached_for_the_next_turn() -> None:
     prompt = prompt_of(16)
     first = rig.submit(make_request("a", prompt, greedy(33)))
     rig.run()
-    turn = [*prompt.tolist(), *first.tokens[0]]
-    longer = prompt_of(0)
-    longer = type(prompt)((len(turn),), dtype=prompt.dtype)
-    longer[:] = turn
+    longer = np.concatenate((prompt, np.array(first.tokens[0], dtype=np.uint32)))
     second = rig.submit(make_request("b", longer))
     rig.run()
     assert second.end.cached_tokens == 48
@@ -463,11 +462,10 @@ def test_source_lost_before_the_end_of_prefill_still_gives_the_first_token() -> 
 # -- receiving ----------------------------------------------------------------------------------
 
 
-def _first(prompt: object, params: SamplingParams, choices: tuple[int, ...] = (0,)):  # type: ignore[no-untyped-def]
-    return tuple(
-        FirstToken(c, reference_tokens(prompt, params, choice=c)[0])  # type: ignore[arg-type]
-        for c in choices
-    )
+def _first(
+    prompt: npt.NDArray[np.uint32], params: SamplingParams, choices: tuple[int, ...] = (0,)
+) -> tuple[FirstToken, ...]:
+    return tuple(FirstToken(c, reference_tokens(prompt, params, choice=c)[0]) for c in choices)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -539,16 +537,11 @@ def test_failed_receive_is_recomputed_from_the_first_token(is_reserved: bool) ->
     output = rig.submit(make_request("d", prompt, params, WorkKind.CONTINUE))
     if is_reserved:
         rig.step()
-        rig.cells[:] = np_nan()  # what was half received is not to be used
+        rig.cells[:] = np.nan  # what was half received is not to be used
     rig.fail_receive("d", recompute=True)
     rig.run()
     assert output.tokens == {c: reference_tokens(prompt, params, choice=c) for c in range(2)}
     rig.assert_at_rest()
-
-
-def np_nan() -> float:
-    """What unwritten memory holds."""
-    return float("nan")
 
 
 def test_failed_receive_without_recompute_ends_with_its_code() -> None:
@@ -586,7 +579,7 @@ def test_waiting_receives_that_share_cached_blocks_cannot_block_each_other() -> 
     for seed in (1, 2):
         rig.submit(make_request(f"warm{seed}", prompt_of(80, seed), params))
         rig.run()
-    prompts = [np_concat(prompt_of(80, seed), prompt_of(48, 50 + seed)) for seed in (1, 2)]
+    prompts = [np.concatenate((prompt_of(80, seed), prompt_of(48, 50 + seed))) for seed in (1, 2)]
     outputs = [
         rig.submit(make_request(str(i), prompt, params, WorkKind.CONTINUE))
         for i, prompt in enumerate(prompts)
@@ -602,13 +595,6 @@ def test_waiting_receives_that_share_cached_blocks_cannot_block_each_other() -> 
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.tokens[0] == reference_tokens(prompt, params)[1:]
     rig.assert_at_rest()
-
-
-def np_concat(*parts):  # type: ignore[no-untyped-def]
-    """One prompt of several parts."""
-    import numpy as np
-
-    return np.concatenate(parts)
 
 
 # -- cancel -------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Estimates: warm-up is ignored, rates and lines are found, lengths are bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.engine.request import TRANSITIONS, RequestState, StageClock
+from services.engine.stats import EngineStats
+
+
+def _step(stats: EngineStats, elapsed_s: float, prefill: int, decode: int, resident: int) -> None:
+    stats.step_done(
+        elapsed_s=elapsed_s, num_prefill=prefill, num_decode=decode, resident_tokens=resident
+    )
+
+
+def test_warm_up_steps_do_not_count() -> None:
+    stats = EngineStats()
+    _step(stats, 30.0, 64, 0, 64)
+    _step(stats, 30.0, 64, 0, 64)
+    assert stats.prefill_tok_s is None
+    assert stats.step_s is None
+    _step(stats, 0.05, 100, 0, 100)
+    assert stats.prefill_tok_s == pytest.approx(2000)
+
+
+def test_finds_the_decode_line_and_takes_it_out_of_mixed_steps() -> None:
+    stats = EngineStats()
+    for resident in (100, 200, 300, 400, 500) * 10:
+        _step(stats, 0.010 + resident * 1e-5, 0, 8, resident)
+    a_us, b_us = stats.decode_line_us()
+    assert a_us == pytest.approx(10_000, rel=0.01)
+    assert b_us == pytest.approx(10, rel=0.01)
+    _step(stats, 0.010 + 200 * 1e-5 + 0.050, 100, 8, 200)
+    assert stats.prefill_tok_s == pytest.approx(2000, rel=0.02)
+
+
+def test_a_constant_load_gives_a_flat_line() -> None:
+    stats = EngineStats()
+    for _ in range(20):
+        _step(stats, 0.02, 0, 4, 128)
+    assert stats.decode_line_us() == (pytest.approx(20_000), 0.0)
+
+
+def test_expected_length_follows_what_was_seen() -> None:
+    stats = EngineStats()
+    assert stats.expected_length(1000) == 64
+    assert stats.expected_length(5) == 5
+    for _ in range(300):
+        stats.ended(10)
+    assert stats.expected_length(1000) == 10
+
+
+def test_every_state_can_end_and_the_end_is_final() -> None:
+    assert set(TRANSITIONS) == set(RequestState)
+    for state in RequestState:
+        seen, frontier = {state}, {state}
+        while frontier:
+            frontier = {nxt for one in frontier for nxt in TRANSITIONS[one]} - seen
+            seen |= frontier
+        assert RequestState.FINISHED in seen
+    assert not TRANSITIONS[RequestState.FINISHED]
+
+
+def test_stage_clock_loses_no_microsecond() -> None:
+    clock = StageClock("queue", 100.0000004)
+    now = 100.0000004
+    for stage, seconds in (("prefill", 0.1234567), ("decode", 0.7654321), ("decode", 0.0000009)):
+        now += seconds
+        clock.enter(stage, now)
+    times = clock.times(now + 0.5, prefill_chunks=3)
+    total = times.queue_us + times.prefill_us + times.handoff_us + times.decode_us
+    assert total == int((now + 0.5) * 1e6) - int(100.0000004 * 1e6)
