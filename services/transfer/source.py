@@ -154,6 +154,7 @@ class TransferSource:
         self._thread: threading.Thread | None = None
         self._stop_deadline: float | None = None
         self.endpoint = ""
+        self.port: int | None = None  # of the bound socket
 
     # ---- api.Source, any thread ---------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class TransferSource:
         port = RouterPort(self._bind_host, self._incarnation, self._config, self._keys)
         self._port = port
         host = f"[{self._bind_host}]" if ":" in self._bind_host else self._bind_host
+        self.port = port.port
         self.endpoint = f"tcp://{self._advertise or f'{host}:{port.port}'}"
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())

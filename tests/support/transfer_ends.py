@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,14 @@ class Events:
             )
             assert found, f"no event for {key} within {timeout_s} s"
             return found[0]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait for something another thread does."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "condition was not met in time"
+        time.sleep(0.002)
 
 
 def hashes(num_blocks: int, salt: int = 0) -> tuple[BlockHash, ...]:
