@@ -1,7 +1,7 @@
 /* Entry points of the CPU library: checks that need the data, threads, and the loops over rows.
  *
- * Every function returns 0 or an error number (see ERRORS in launchers.py) and writes nothing on
- * error. Threads take whole rows, panels or tiles, so their number never changes a result. */
+ * Every function returns 0 or an error number (see ERRORS in launchers.py); bad arguments are
+ * found before anything is written. Threads take whole rows, panels or tiles, so their number never changes a result. */
 #include <stdlib.h>
 
 #include "attention.h"
@@ -15,7 +15,7 @@ static int omp_get_max_threads(void) { return 1; }
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-enum { OK = 0, NO_MEMORY = 1, BAD_SLOT = 2, BAD_SEQUENCE = 3, BAD_BLOCK = 4, BAD_POSITION = 5 };
+enum { OK = 0, NO_MEMORY = 1, BAD_SLOT = 2, BAD_SEQUENCE = 3, BAD_BLOCK = 4, BAD_POSITION = 5, BAD_ROW = 6 };
 
 /* Work below this many operations is not worth waking a thread for. */
 #define PARALLEL_ROWWISE 65536
@@ -276,4 +276,37 @@ EXPORT int isthmus_paged_attention(const kv_layer *kv, const batch_view *batch, 
     }
     free(first_tile);
     return OK;
+}
+
+/* ---- a whole step ---- */
+
+#include "decoder.h"
+
+static int check_step(const decoder_model *model, const decoder_step *step) {
+    long num_tokens = step->batch.num_tokens, num_slots = step->kv.num_blocks * step->kv.block_size;
+    for (long t = 0; t < num_tokens; t++) {
+        if (step->positions[t] < 0 || step->positions[t] >= model->max_pos) return BAD_POSITION;
+        if (step->slots[t] < 0 || step->slots[t] >= num_slots) return BAD_SLOT;
+    }
+    /* At most one row of logits a token: the scratch is sized for that. */
+    if (step->num_logits > num_tokens) return BAD_ROW;
+    for (long i = 0; i < step->num_logits; i++)
+        if (step->logit_rows[i] < 0 || step->logit_rows[i] >= num_tokens) return BAD_ROW;
+    return check_batch(&step->batch, &step->kv);
+}
+
+/* `residual` [num_tokens, hidden] holds the embeddings and is overwritten; `out` gets the normed
+ * rows whose logits are wanted, [num_logits, hidden]. */
+EXPORT int isthmus_decoder_step(const decoder_model *model, const decoder_step *step,
+                                float *residual, float *out) {
+    int error = check_step(model, step);
+    if (error || step->batch.num_tokens == 0) return error;
+    long q_size = model->num_heads * step->kv.head_dim;
+    decoder_scratch scratch;
+    error = reserve_scratch(&scratch, model, step->batch.num_tokens, q_size,
+                            q_size + 2 * step->kv.num_kv_heads * step->kv.head_dim);
+    if (error) return error;
+    error = run_layers(model, step, residual, out, &scratch);
+    free(scratch.memory);
+    return error;
 }

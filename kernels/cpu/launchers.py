@@ -18,11 +18,12 @@ ERRORS = {
     3: "query_starts and context_lens do not describe the rows of q",
     4: "block_tables lacks a block of a context or names one outside the pool",
     5: "positions point outside the rotary table",
+    6: "logit_rows are not rows of the step, or more than it has",
 }
 _NO_MEMORY = 1
 
 
-class _KvLayer(ctypes.Structure):
+class KvLayer(ctypes.Structure):
     """One layer of the pool, as attention.h declares it."""
 
     _fields_: ClassVar[Any] = [
@@ -60,7 +61,7 @@ class _Heads(ctypes.Structure):
     ]
 
 
-class _Batch(ctypes.Structure):
+class Batch(ctypes.Structure):
     """Which rows belong to which sequence, and where its context is."""
 
     _fields_: ClassVar[Any] = [
@@ -84,8 +85,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     "isthmus_rope": [_Heads, _Heads, c_void_p, c_void_p, c_long, c_long, c_long],
     "isthmus_silu_mul": [c_void_p, c_long, c_void_p, c_long, c_long],
-    "isthmus_write_kv": [POINTER(_KvLayer), _Rows, _Rows, c_void_p, c_long],
-    "isthmus_paged_attention": [POINTER(_KvLayer), POINTER(_Batch), _Rows, _Rows, c_float],
+    "isthmus_write_kv": [POINTER(KvLayer), _Rows, _Rows, c_void_p, c_long],
+    "isthmus_paged_attention": [POINTER(KvLayer), POINTER(Batch), _Rows, _Rows, c_float],
 }
 
 
@@ -108,6 +109,7 @@ class CpuKernels:
         self._silu_mul = library.isthmus_silu_mul
         self._write_kv = library.isthmus_write_kv
         self._paged_attention = library.isthmus_paged_attention
+        self.decoder_step = library.isthmus_decoder_step
         self._panel_width: int = library.isthmus_panel_width()
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -159,7 +161,7 @@ class CpuKernels:
         num_panels = -(-out_features // self._panel_width)
         panels = weight.new_empty(num_panels, in_features, self._panel_width)
         pack = self._library.isthmus_pack_panels
-        _check(
+        check(
             pack(weight.data_ptr(), weight.stride(0), in_features, out_features, panels.data_ptr())
         )
         return panels
@@ -170,7 +172,7 @@ class CpuKernels:
             x = x.contiguous()
         num_rows, in_features = x.shape
         out = x.new_empty(num_rows, out_features)
-        _check(
+        check(
             self._linear(
                 x.data_ptr(),
                 x.stride(0),
@@ -189,7 +191,7 @@ class CpuKernels:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         num_rows, size = rows.shape
         out = x.new_empty(x.shape)
-        _check(
+        check(
             self._rms_norm(
                 rows.data_ptr(),
                 rows.stride(0),
@@ -208,7 +210,7 @@ class CpuKernels:
         """Add, then norm each row."""
         num_rows, size = x.shape
         out, total = x.new_empty(num_rows, size), x.new_empty(num_rows, size)
-        _check(
+        check(
             self._add_rms_norm(
                 x.data_ptr(),
                 x.stride(0),
@@ -228,7 +230,7 @@ class CpuKernels:
         """Rotate q and k in place."""
         max_pos, rotary_dim = table.shape
         positions, table = positions.contiguous(), table.contiguous()
-        _check(
+        check(
             self._rope(
                 _Heads(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1]),
                 _Heads(k.data_ptr(), k.stride(0), k.stride(1), k.shape[1]),
@@ -244,9 +246,7 @@ class CpuKernels:
         """Gate each row."""
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, size)
-        _check(
-            self._silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), num_rows, size)
-        )
+        check(self._silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), num_rows, size))
         return out
 
     def write_kv(
@@ -254,8 +254,8 @@ class CpuKernels:
     ) -> None:
         """Store new keys and values."""
         slots = slot_mapping.contiguous()
-        pool = _kv_layer(kv_pool, layer)
-        _check(self._write_kv(pool, _rows(k), _rows(v), slots.data_ptr(), slots.shape[0]))
+        pool = kv_layer(kv_pool, layer)
+        check(self._write_kv(pool, _rows(k), _rows(v), slots.data_ptr(), slots.shape[0]))
 
     def paged_attention(
         self,
@@ -274,25 +274,37 @@ class CpuKernels:
             context_lens.contiguous(),
         )
         out = q.new_empty(q.shape)
-        batch = _Batch(
-            tables.data_ptr(),
-            starts.data_ptr(),
-            lens.data_ptr(),
-            lens.shape[0],
-            tables.shape[1],
-            q.shape[0],
-            q.shape[1],
-        )
-        pool = _kv_layer(kv_pool, layer)
-        _check(self._paged_attention(pool, batch, _rows(q), _rows(out), scale))
+        batch = batch_view(tables, starts, lens, q.shape[0], q.shape[1])
+        pool = kv_layer(kv_pool, layer)
+        check(self._paged_attention(pool, batch, _rows(q), _rows(out), scale))
         return out
 
 
-def _kv_layer(kv_pool: Tensor, layer: int) -> _KvLayer:
+def batch_view(
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    num_tokens: int,
+    num_heads: int,
+) -> Batch:
+    """Point at contiguous int32 tensors, which the caller keeps alive."""
+    return Batch(
+        block_tables.data_ptr(),
+        query_starts.data_ptr(),
+        context_lens.data_ptr(),
+        context_lens.shape[0],
+        block_tables.shape[1],
+        num_tokens,
+        num_heads,
+    )
+
+
+def kv_layer(kv_pool: Tensor, layer: int) -> KvLayer:
+    """Point at one layer of the pool."""
     num_blocks, _, _, num_kv_heads, block_size, head_dim = kv_pool.shape
     block, layer_stride, kv, head, _, _ = kv_pool.stride()
     itemsize = kv_pool.itemsize
-    return _KvLayer(
+    return KvLayer(
         kv_pool.data_ptr() + layer * layer_stride * itemsize,
         block * itemsize,
         kv * itemsize,
@@ -311,7 +323,8 @@ def _rows(tensor: Tensor) -> _Rows:
     return _Rows(tensor.data_ptr(), token * itemsize, head * itemsize, _DTYPE_CODES[tensor.dtype])
 
 
-def _check(error: int) -> None:
+def check(error: int) -> None:
+    """Raise what an error number of the library means."""
     if error == 0:
         return
     if error == _NO_MEMORY:
