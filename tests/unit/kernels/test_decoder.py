@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -38,7 +39,7 @@ def make_decoder(*, qk_norm: bool = False, bias: bool = False) -> PackedDecoder:
     generator = torch.Generator().manual_seed(11)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / float(shape[-1]) ** 0.5
+        return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
 
     qkv_size = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     layers = [
