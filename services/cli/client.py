@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated
 
 import grpc
 import typer
@@ -14,23 +13,15 @@ from services.cli import exits
 CONNECT_TIMEOUT_S = 3.0
 MAX_MESSAGE_BYTES = 16 << 20
 
-Server = Annotated[
-    str, typer.Option("--server", envvar="ISTHMUS_SERVER", help="Router's gRPC address.")
-]
-# From the environment only: flags are visible to every user of the machine.
-ApiKey = Annotated[
-    str, typer.Option("--api-key", envvar="ISTHMUS_API_KEY", hidden=True, show_envvar=False)
-]
-
 
 @contextlib.contextmanager
-def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Iterator[grpc.Channel]:
+def connect(address: str) -> Iterator[grpc.Channel]:
     """Open a channel that is known to work; a silent address ends the command."""
     options = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
     channel = grpc.insecure_channel(address, options=options)
     try:
         try:
-            grpc.channel_ready_future(channel).result(timeout=timeout_s)
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError:
             typer.echo(f"isthmus: nobody answers at {address}; is a cluster running?", err=True)
             raise typer.Exit(exits.UNREACHABLE) from None

@@ -14,11 +14,11 @@ def write_event(
     event: str,
     fields: Mapping[str, object],
     *,
-    has_error: bool = False,
+    error: BaseException | bool = False,
 ) -> None:
-    """Write one event, with the exception being handled if `has_error`.
+    """Write one event; services.telemetry.logs renders and redacts it.
 
-    services.telemetry.logs renders and redacts it.
+    `error` is an exception to add, or True for the one being handled.
     """
     if logger.isEnabledFor(level):
-        logger.log(level, event, extra={FIELDS_ATTRIBUTE: fields}, exc_info=has_error)
+        logger.log(level, event, extra={FIELDS_ATTRIBUTE: fields}, exc_info=error)

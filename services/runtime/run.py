@@ -158,7 +158,7 @@ def _log(level: int, event: str, **fields: object) -> None:
 
 def _log_failure(event: str) -> None:
     """Log the exception being handled."""
-    write_event(_logger, logging.ERROR, event, {}, has_error=True)
+    write_event(_logger, logging.ERROR, event, {}, error=True)
 
 
 async def _await(awaitable: Awaitable[_T]) -> _T:

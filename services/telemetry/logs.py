@@ -46,7 +46,7 @@ class Logger:
     def _write(
         self, level: int, event: str, fields: Mapping[str, object], exc_info: bool = False
     ) -> None:
-        write_event(self._logger, level, event, fields, has_error=exc_info)
+        write_event(self._logger, level, event, fields, error=exc_info)
 
 
 def get_logger(name: str) -> Logger:
@@ -143,27 +143,20 @@ def setup_logging(
 
 def _log_uncaught_exceptions() -> None:
     """Route what Python would print itself through the redacting handler."""
-    log = get_logger("services.telemetry.logs")
+    logger = logging.getLogger(__name__)
 
     def on_main(kind: type[BaseException], value: BaseException, trace: object) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            return
-        _write_exception(log, "process.uncaught", value)
+        if not issubclass(kind, KeyboardInterrupt):
+            write_event(logger, logging.ERROR, "process.uncaught", {}, error=value)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
             name = args.thread.name if args.thread is not None else "?"
-            _write_exception(log, "thread.uncaught", args.exc_value, thread=name)
+            fields = {"thread": name}
+            write_event(logger, logging.ERROR, "thread.uncaught", fields, error=args.exc_value)
 
     sys.excepthook = on_main
     threading.excepthook = on_thread
-
-
-def _write_exception(log: Logger, event: str, value: BaseException, **fields: object) -> None:
-    try:
-        raise value
-    except BaseException:
-        log.exception(event, **fields)
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from services.cli import doctor_checks, exits
+from services.cli.main import run
+from services.cli.status_file import StatusFile
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No isthmus.yaml of the developer's, no settings of the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ISTHMUS_CONFIG", raising=False)
+
+
+def test_wrong_configuration_ends_with_2_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "isthmus.yaml").write_text("worker:\n  rol: decode\n")
+    assert run(["config", "check"]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert shown == (
+        'isthmus: configuration: worker.rol: unknown key (isthmus.yaml); did you mean "role"?\n'
+    )
+
+
+def test_configuration_is_found_by_flag_variable_and_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("isthmus.yaml", "variable.yaml", "flag.yaml"), 1):
+        (tmp_path / name).write_text(f"router: {{http_port: {number}}}\n")
+
+    def port(*flags: str) -> int:
+        assert run(["config", "show", "--json", *flags]) == exits.OK
+        return int(json.loads(capsys.readouterr().out)["router.http_port"])
+
+    assert port() == 1
+    monkeypatch.setenv("ISTHMUS_CONFIG", "variable.yaml")
+    assert port() == 2
+    assert port("--config", "flag.yaml") == 3
+
+
+def test_shown_configuration_hides_the_store_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RB-119: what may hold a secret is not shown."""
+    monkeypatch.setenv("ISTHMUS_STORE__URL", "redis://:sentinel-pw@h/0")
+    assert run(["config", "show"]) == exits.OK
+    assert "sentinel-pw" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-command"],
+        ["router", "--grpc-port", "many"],
+        ["worker", "--role", "both"],
+        ["up", "--prefill", "0", "--decode", "0"],
+        ["router", "--http-host", "0.0.0.0"],
+    ],
+)
+def test_usage_faults_end_with_2(arguments: list[str]) -> None:
+    assert run(arguments) == exits.USAGE
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["chat", "--prompt", "x"]])
+def test_nobody_at_the_address_ends_with_5(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("services.cli.client.CONNECT_TIMEOUT_S", 0.2)
+    assert run([*arguments, "--server", "127.0.0.1:1"]) == exits.UNREACHABLE
+    assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_key_life(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.json"
+    assert run(["key", "new", "--file", str(file), "--tenant", "acme", "--label", "laptop"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert key not in file.read_text()
+    assert run(["key", "list", "--file", str(file)]) == 0
+    listed = capsys.readouterr().out
+    assert key not in listed
+    key_id, tenant = listed.split()[:2]
+    assert tenant == "acme"
+    assert run(["key", "revoke", key_id, "--file", str(file)]) == exits.OK
+    assert run(["key", "revoke", key_id, "--file", str(file)]) == exits.FAILED
+
+
+def test_key_without_a_file_is_a_usage_fault() -> None:
+    assert run(["key", "list"]) == exits.USAGE
+
+
+def test_model_list_names_known_models_and_damaged_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "cache" / "models" / "broken"
+    broken.mkdir(parents=True)
+    (broken / "isthmus.json").write_text("{}")
+    assert run(["model", "list", "--json", "--cache-dir", str(tmp_path / "cache")]) == exits.OK
+    rows = {row["name"]: row["kind"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["broken"] == "damaged"
+    assert "named" in rows.values()
+
+
+def test_missing_model_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "none.gguf")
+    assert run(["model", "get", missing, "--cache-dir", str(tmp_path)]) == exits.MODEL
+    assert "none.gguf" in capsys.readouterr().err
+
+
+def test_doctor_reports_a_check_that_fails_instead_of_falling_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_strange() -> doctor_checks.Finding:
+        raise PermissionError("no such luck")
+
+    def check_needed() -> doctor_checks.Finding:
+        return doctor_checks.Finding("needed", "missing", "not there", "Install it.")
+
+    monkeypatch.setattr(doctor_checks, "_CHECKS", (check_strange, check_needed))
+    monkeypatch.setattr(doctor_checks, "_OPTIONAL_PACKAGES", {})
+    assert run(["doctor"]) == exits.FAILED
+    out = capsys.readouterr().out
+    assert "strange: could not be checked (no such luck)" in out
+    assert "MISSING  needed: not there\n          Install it." in out
+
+
+def test_doctor_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) == exits.OK
+    found = {entry["name"]: entry["level"] for entry in json.loads(capsys.readouterr().out)}
+    assert found["python"] == found["torch"] == found["valkey-server"] == "ok"
+
+
+def test_status_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "status.json"
+    file = StatusFile(path)
+    file.write({"state": "starting"})
+    inode = path.stat().st_ino
+    file.write({"state": "starting"})
+    assert path.stat().st_ino == inode  # nothing changed, nothing written
+    file.write({"state": "ready"})
+    assert json.loads(path.read_text()) == {"state": "ready"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["status.json"]
