@@ -122,13 +122,10 @@ class Preparer:
             )
         if isinstance(prompt, TextInput):
             text = prompt.text
-            self._check_text_length(text, param)
-            if len(text) * 4 <= self._limits.inline_tokenize_bytes or (
-                len(text.encode()) <= self._limits.inline_tokenize_bytes
-            ):
-                return self._text.encode(text, add_special)
+            if len(text.encode()) <= self._limits.inline_tokenize_bytes:
+                return self._encode(text, add_special, param)
             return await self._pool.run(
-                lambda: self._text.encode(text, add_special), deadline - self._clock.now()
+                lambda: self._encode(text, add_special, param), deadline - self._clock.now()
             )
         return check_token_ids(prompt.token_ids, self.model().vocab_size, param)
 
@@ -151,17 +148,16 @@ class Preparer:
                 "template_error", "the model has no chat template; send a plain prompt", param=param
             )
         text = self._text.template.render(prompt.turns)
-        self._check_text_length(text, param)
         # The template wrote the special tokens itself.
-        return self._text.encode(text, add_special=False)
+        return self._encode(text, False, param)
 
-    def _check_text_length(self, text: str, param: str) -> None:
-        """Refuse text that cannot fit whatever its tokens, before tokenising it."""
-        least = self._text.least_tokens(len(text.encode()))
-        context = self.model().context_length
-        if least > context:
+    def _encode(self, text: str, add_special: bool, param: str) -> npt.NDArray[np.uint32]:
+        context = self._text.manifest.context_length
+        token_ids = self._text.encode_at_most(text, add_special, context)
+        if token_ids is None:
             raise RequestError(
                 "context_length_exceeded",
-                f"{param} has at least {least} tokens; the model's context is {context} tokens",
+                f"{param} has more tokens than the model's context of {context}",
                 param=param,
             )
+        return token_ids

@@ -19,6 +19,8 @@ from services.text.token_bytes import TokenBytes
 
 TOKENIZER_NAME = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 128 << 20
+_FIRST_TRY_CHARS = 8  # a token: most text has fewer, so the first try decides
+_CUT_SLACK = 64  # tokens
 
 
 class TextModel:
@@ -74,9 +76,25 @@ class TextModel:
             ids.insert(0, bos)
         return np.asarray(ids, dtype=np.uint32)
 
-    def least_tokens(self, size_bytes: int) -> int:
-        """Give a lower bound on the tokens of a text of that many UTF-8 bytes."""
-        return -(-size_bytes // self._max_token_bytes) if self._max_token_bytes else 0
+    def encode_at_most(
+        self, text: str, add_special: bool, max_tokens: int
+    ) -> npt.NDArray[np.uint32] | None:
+        """Turn text into ids, or give None if they are more than `max_tokens`.
+
+        The work is bounded by `max_tokens`, not by the text: growing starts of a long text are
+        tried first, so that megabytes of prompt are refused after a few kilobytes of them.
+        """
+        if self._least_tokens(text) > max_tokens:
+            return None
+        # A cut may split a token and so make a few more of it.
+        limit = max_tokens + _CUT_SLACK
+        size = _FIRST_TRY_CHARS * limit
+        while size < len(text):
+            if len(self._tokenizer.encode(text[:size], add_special_tokens=False).ids) > limit:
+                return None
+            size *= 2
+        ids = self.encode(text, add_special)
+        return ids if len(ids) <= max_tokens else None
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
         """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
@@ -110,6 +128,10 @@ class TextModel:
     def in_vocabulary(self, token_id: int) -> bool:
         """Whether the model has an embedding for the id."""
         return 0 <= token_id < self.manifest.vocab_size
+
+    def _least_tokens(self, text: str) -> int:
+        """Give a lower bound on the tokens of a text without tokenising it."""
+        return -(-len(text.encode()) // self._max_token_bytes) if self._max_token_bytes else 0
 
 
 def _utf8_length(token: str) -> int:

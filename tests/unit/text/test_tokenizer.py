@@ -78,3 +78,13 @@ def test_missing_tokenizer_is_named(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelFileError, match=r"no tokenizer\.json"):
         TextModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 50, 51, 52, 500])
+def test_bounded_encoding_agrees_with_the_whole(text_model: TextModel, max_tokens: int) -> None:
+    for text in ("a b" * 17, "x" * 51, "the and of " * 900, "🫠" * 13, " " * 5000):
+        ids = text_model.encode(text, True).tolist()
+        taken = text_model.encode_at_most(text, True, max_tokens)
+        assert (None if taken is None else taken.tolist()) == (
+            ids if len(ids) <= max_tokens else None
+        )
