@@ -302,23 +302,22 @@ class Conductor:
             raise RequestError("no_workers", "no decode worker can take the request over")
 
     def _refusal(self, message: worker_pb2.Refusal, request: OpenRequest, leg: Leg) -> None:
-        code = known_code(message.error, "internal")
-        self._leg_failed(request, leg, code, message.error.message)
+        self._leg_failed(request, leg, known_code(message.error, "internal"), message.error)
 
     def _done(self, message: worker_pb2.Done, request: OpenRequest, leg: Leg) -> None:
         leg.note_report(stage_times(message.timing), message.cached_tokens)
         if message.reason == common_pb2.FINISH_REASON_ERROR:
-            code = known_code(message.error, "internal")
-            self._leg_failed(request, leg, code, message.error.message)
+            if not message.all_choices:
+                # One choice failed; the request fails as a whole, so the others must end too.
+                self._cancel(request.progress, leg, "another choice failed")
+            self._leg_failed(request, leg, known_code(message.error, "internal"), message.error)
         elif message.handed_off:
             self._handed_off(request, leg)
         elif message.reason in _FINISH:
             self._choice_done(message, request, leg)
         else:
             # Not by us: its leg would be closed. The worker gave the request up.
-            code = known_code(message.error, "worker_lost")
-            text = message.error.message or "the worker gave the request up"
-            self._leg_failed(request, leg, code, text)
+            self._leg_failed(request, leg, known_code(message.error, "worker_lost"), message.error)
 
     def _handed_off(self, request: OpenRequest, leg: Leg) -> None:
         """Prefill is over here; the KV stays pinned there until decode has it."""
@@ -350,7 +349,9 @@ class Conductor:
 
     # -- failures ----------------------------------------------------------------------------
 
-    def _leg_failed(self, request: OpenRequest, leg: Leg, code: str, message: str) -> None:
+    def _leg_failed(
+        self, request: OpenRequest, leg: Leg, code: str, cause: common_pb2.Error
+    ) -> None:
         """One leg is lost: go on without it, try elsewhere, or end the request."""
         progress = request.progress
         leg.has_failed = True
@@ -359,7 +360,11 @@ class Conductor:
         if leg.kind == PREFILL and self._outlives_prefill(progress):
             leg.has_failed = False
             return
-        error = RequestError(code, message or ERROR_TABLE[code].meaning)
+        error = RequestError(
+            code,
+            cause.message or ERROR_TABLE[code].meaning,
+            retry_after_ms=cause.retry_after_ms or None,
+        )
         if not self._may_retry(progress, leg, code):
             self.fail(request, error)
             return
@@ -445,8 +450,8 @@ class Conductor:
                     self._apply(worker_id, progress.number, leg.attempt, self._lost)
 
     def _lost(self, request: OpenRequest, leg: Leg) -> None:
-        text = f"worker {leg.worker_id} died or was cut off"
-        self._leg_failed(request, leg, "worker_lost", text)
+        cause = common_pb2.Error(message=f"worker {leg.worker_id} died or was cut off")
+        self._leg_failed(request, leg, "worker_lost", cause)
 
     def resume_points(
         self, worker_id: WorkerId, incarnation: Incarnation

@@ -199,8 +199,10 @@ class WorkerLink:
         """One stream from connect to break; raises the reason of the break."""
         channel = open_channel(self.info.address, self._config)
         try:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            await self._check_who_answers(stub)
             # No deadline: a Link lives for days. Heartbeats watch it instead.
-            call: LinkCall = worker_pb2_grpc.WorkerStub(channel).Link()
+            call: LinkCall = stub.Link()
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await call.write(self._attach_frame())
@@ -213,6 +215,17 @@ class WorkerLink:
             # Not in a task of its own: a channel outlives nothing it was opened for.
             with suppress(grpc.RpcError):
                 await channel.close()
+
+    async def _check_who_answers(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+        """Ask before attaching: another worker may have got the address.
+
+        To such a one our Attach would replace the good Link we have with it under its own name.
+        """
+        status = await stub.Status(
+            worker_pb2.StatusRequest(), timeout=self._config.connect_timeout_s
+        )
+        if status.worker_id != self.info.worker_id:
+            raise LinkBroken(f"worker {status.worker_id!r} answers at its address")
 
     async def _serve(self, call: LinkCall) -> None:
         tasks = [
@@ -251,11 +264,13 @@ class WorkerLink:
     async def _watch(self) -> None:
         """Ping; mark and cut a Link on which the worker is silent."""
         interval_s = self._config.ping_interval_s
+        pinged_at = float("-inf")
         while True:
             slept_from = self._clock.now()
-            self._ping_due = True
-            self._wake.set()
-            await asyncio.sleep(interval_s)
+            if slept_from - pinged_at >= interval_s:
+                pinged_at, self._ping_due = slept_from, True
+                self._wake.set()
+            await asyncio.sleep(interval_s / 2)
             now = self._clock.now()
             if now - slept_from > 2 * interval_s:
                 continue  # this loop was the one that stood still: the worker is not to blame

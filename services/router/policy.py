@@ -122,7 +122,8 @@ def choose_decode(
 
 def rendezvous(root: bytes, worker_id: WorkerId) -> int:
     """Rank a worker for a prefix: all replicas agree without talking to one another."""
-    return int.from_bytes(hashlib.blake2b(root, digest_size=8, key=worker_id.encode()).digest())
+    named = len(root).to_bytes(4, "little") + root + worker_id.encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little")
 
 
 def _choose_mode(

@@ -167,6 +167,8 @@ class LogicalRequest:
         shown = tuple(self._text_logprob(entry) for entry in logprobs[: len(counted)])
         chunk = Chunk(choice.index, choice.next_index, tuple(counted), delta.text, shown)
         choice.next_index += len(run)
+        if self._pending:
+            self._drop_pending(choice, choice.next_index)
         choice.num_tokens += len(counted)
         if delta.stop is None:
             return [chunk]
@@ -184,9 +186,15 @@ class LogicalRequest:
     def _is_gapped(self, choice: _Choice) -> bool:
         return any(index == choice.index for index, _ in self._pending)
 
+    def _drop_pending(self, choice: _Choice, below: int | None) -> None:
+        """Forget held tokens of a choice: all, or those that came another way meanwhile."""
+        for key in [k for k in self._pending if k[0] == choice.index]:
+            if below is None or key[1] < below:
+                del self._pending[key]
+
     def _end(self, choice: _Choice, reason: str, stop: str | None) -> ChoiceEnd:
         choice.is_over = True
-        self._pending = {k: v for k, v in self._pending.items() if k[0] != choice.index}
+        self._drop_pending(choice, None)
         return ChoiceEnd(choice.index, reason, stop, choice.num_tokens)
 
     def _text_logprob(self, entry: TokenLogprob) -> TextLogprob:

@@ -13,7 +13,7 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, WorkerId
 from services.common.model_manifest import ModelManifest
-from services.registry.base import RegistryReader, WorkerRecord
+from services.registry.base import HINT_STRIDE_BLOCKS, RegistryReader, WorkerRecord
 from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
 from services.router.booking import Bookings
 from services.router.config import RouterConfig
@@ -109,7 +109,10 @@ class ClusterWatch:
     async def depths(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
         """Return hint depths per worker in one round trip; empty without a store to ask."""
         now = self._clock.now()
-        if self._degraded or not hashes or not self._store_breaker.acquire(now):
+        # A prompt shorter than one stride has no hints to find.
+        if self._degraded or len(hashes) < HINT_STRIDE_BLOCKS:
+            return {}
+        if not self._store_breaker.acquire(now):
             return {}
         try:
             answer = await self._reader.lookup(hashes)

@@ -67,10 +67,11 @@ def attribute(
             reported its decode time; the router's own view is used then.
     """
     e2e = _us(marks.received, ended)
-    sent = min(marks.sent if marks.sent is not None else ended, ended)
-    first = min(marks.first_token if marks.first_token is not None else ended, ended)
+    # received <= sent <= first <= ended, whatever is missing.
+    sent = min(max(_or(marks.sent, ended), marks.received), ended)
+    first = min(max(_or(marks.first_token, ended), sent), ended)
     router = _us(marks.received, sent)
-    before = _us(sent, max(first, sent))
+    before = _us(sent, first)
     queue_prefill, before = _take(stages.queue_prefill_us, before)
     prefill, before = _take(stages.prefill_us, before)
     after = _us(first, ended) if marks.first_token is not None else 0
@@ -113,6 +114,10 @@ def _handoff_after_first(marks: Marks, stages: StageTimes, has_report: bool) -> 
     if marks.decode_token is None:
         return 0
     return _us(marks.first_token, marks.decode_token)
+
+
+def _or(moment: float | None, default: float) -> float:
+    return default if moment is None else moment
 
 
 def _take(wanted: int, left: int) -> tuple[int, int]:

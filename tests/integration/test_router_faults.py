@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import redis
@@ -25,7 +26,7 @@ from tests.support.cluster import (
 from tests.support.fake_worker import FakeWorker, Job, run_job
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
-from tests.support.store import store, store_url
+from tests.support.store import running_store, store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
 pytestmark = pytest.mark.integration
@@ -144,6 +145,8 @@ async def test_another_worker_on_the_port_is_not_mistaken_for_the_old(store_url:
         await cluster.add(decoder("d9", incarnation=5), port)
         await cluster.until_state("d9", "live")
         assert cluster.state_of("d0") != "live"
+        await asyncio.sleep(1.0)  # the Link to d0 knocks there all the time
+        assert cluster["d9"].num_attaches == 1
         answer = await cluster.ask(make_call())
         assert answer.end.timing.decode_worker == "d9"
 
@@ -223,6 +226,25 @@ async def test_requests_go_on_while_the_store_is_emptied(store_url: str) -> None
         await eventually(
             lambda: all(w.slot is not None for w in cluster.router.view().workers), 3.0
         )
+
+
+async def test_starts_without_a_store_and_finds_everything_later(tmp_path: Path) -> None:
+    """RB-116, RB-048: no order of starting is wrong."""
+    with running_store(use_tcp=True) as first:
+        url = first.url
+    # The port is free again: nothing answers there.
+    async with running_cluster(url, []) as cluster:
+        assert cluster.router.is_degraded[0]
+        await cluster.add(prefill())
+        await cluster.add(decoder())
+        late = EmbeddedStore.start(tmp_path, use_tcp=True, port=int(url.rsplit(":", 1)[1]))
+        try:
+            await cluster.until_state("p0", "live")
+            await cluster.until_state("d0", "live")
+            call = make_call()
+            assert (await cluster.ask(call)).tokens() == reference(call)
+        finally:
+            late.stop()
 
 
 async def test_hostile_store_costs_no_request(store_url: str) -> None:

@@ -176,12 +176,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(request_iterator))
         assert first.HasField("attach")
         self.num_attaches += 1
+        self._outbox = asyncio.Queue()  # an earlier Link's writer keeps its own
         lost = self._resume(first.attach)
         await self._awake.wait()
         await context.write(worker_pb2.WorkerFrame(seq=1, welcome=self._welcome(lost)))
         tasks = [
             asyncio.create_task(self._read(request_iterator)),
-            asyncio.create_task(self._write(context)),
+            asyncio.create_task(self._write(context, self._outbox)),
         ]
         self._links.update(tasks)
         try:
@@ -192,6 +193,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
             self._links.difference_update(tasks)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+
+    async def Status(  # noqa: N802
+        self, request: worker_pb2.StatusRequest, context: object
+    ) -> worker_pb2.StatusResponse:
+        """Say who this is."""
+        await self._awake.wait()
+        return worker_pb2.StatusResponse(worker_id=self.worker_id, incarnation=self.incarnation)
 
     async def _read(self, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
         async for frame in frames:
@@ -205,16 +213,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if frame.ping_ns:
                 self.send(worker_pb2.WorkerFrame(pong_ns=frame.ping_ns, load=self._load()))
 
-    async def _write(self, context: LinkContext) -> None:
+    async def _write(
+        self, context: LinkContext, outbox: asyncio.Queue[worker_pb2.WorkerFrame]
+    ) -> None:
         while True:
-            frame = await self._outbox.get()
+            frame = await outbox.get()
             await self._awake.wait()
             await context.write(frame)
 
     def _resume(self, attach: worker_pb2.Attach) -> list[int]:
         """Send again what the router has not got; return what is not here."""
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
         lost = []
         for resume in attach.resume:
             jobs = [j for j in self.jobs if j.work.request == resume.request and not j.is_cancelled]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.api import RequestTiming
+from services.router.timing import Marks, StageTimes, attribute
+
+Moment = st.none() | st.floats(0, 100)
+Span = st.integers(0, 10**9)
+
+
+def total(timing: RequestTiming) -> int:
+    """Sum the stages."""
+    return (
+        timing.router_us + timing.queue_prefill_us + timing.prefill_us + timing.handoff_us
+        + timing.queue_decode_us + timing.decode_us + timing.unattributed_us
+    )  # fmt: skip
+
+
+@given(
+    st.builds(Marks, st.floats(0, 100), Moment, Moment, Moment, Moment, Moment),
+    st.builds(StageTimes, Span, Span, Span, Span, Span),
+    st.floats(0, 100),
+    st.booleans(),
+)
+def test_stages_always_sum_to_e2e(
+    marks: Marks, stages: StageTimes, more_s: float, has_report: bool
+) -> None:
+    """Whatever workers claim and in whatever order things happened, no time counts twice."""
+    ended = marks.received + more_s
+    timing = attribute(marks, stages, ended, has_decode_report=has_report)
+    assert total(timing) == timing.e2e_us == int(ended * 1e6) - int(marks.received * 1e6)
+    assert timing.router_us >= 0
+    assert timing.unattributed_us >= 0
+
+
+def test_handoff_hidden_behind_prefill_costs_nothing() -> None:
+    marks = Marks(0.0, sent=0.010, first_token=0.110, continued=0.050, decode_token=0.130)
+    stages = StageTimes(
+        queue_prefill_us=20_000, prefill_us=70_000, handoff_us=65_000, queue_decode_us=1_000,
+        decode_us=80_000,
+    )  # fmt: skip
+    timing = attribute(marks, stages, 0.210, has_decode_report=True)
+    assert timing.router_us == 10_000
+    assert timing.handoff_us == 5_000  # 50 + 65 ms is 5 ms after the first token
+    assert (timing.queue_prefill_us, timing.prefill_us) == (20_000, 70_000)
+    assert (timing.queue_decode_us, timing.decode_us) == (1_000, 80_000)
+    assert timing.unattributed_us == 24_000
+
+
+def test_without_a_decode_report_the_router_fills_in() -> None:
+    marks = Marks(0.0, sent=0.0, first_token=0.1, continued=0.05, decode_token=0.12)
+    timing = attribute(marks, StageTimes(prefill_us=100_000), 0.3, has_decode_report=False)
+    assert (timing.handoff_us, timing.decode_us, timing.unattributed_us) == (20_000, 180_000, 0)
