@@ -7,12 +7,18 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.common.errors import RequestError
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import openai_error
+from services.gateway.openai_output import dump
+
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes connections whose request head is too large or comes too slowly."""
+    """Refuses connections over the limit, and heads that are too large, too slow or broken."""
 
     max_head_bytes = 32 << 10
     head_timeout_s = 30.0
+    max_connections = 10_000
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's own arguments
         super().__init__(*args, **kwargs)
@@ -24,6 +30,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the clock on the first head."""
         super().connection_made(transport)
         self._start_timer()
+        if len(self.connections) > self.max_connections:
+            error = RequestError("overloaded", f"more than {self.max_connections} connections")
+            self._refuse(b"429 Too Many Requests", error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -35,7 +44,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._head_bytes > self.max_head_bytes:
-            self._refuse()
+            message = f"the request head is larger than {self.max_head_bytes} bytes"
+            self._refuse(
+                b"431 Request Header Fields Too Large", RequestError("body_too_large", message)
+            )
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP."""
+        self._refuse(b"400 Bad Request", RequestError("invalid_argument", "not an HTTP request"))
 
     def on_message_begin(self) -> None:
         """A new head begins."""
@@ -55,9 +71,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_complete()
 
-    def _refuse(self) -> None:
+    def _refuse(self, status: bytes, error: RequestError) -> None:
         if not self.transport.is_closing():
-            self.transport.write(_refusal(self.max_head_bytes))
+            self.transport.write(_response(status, dump(openai_error(error))))
             self.transport.close()
 
     def _start_timer(self) -> None:
@@ -74,23 +90,20 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded_protocol(max_bytes: int, timeout_s: float) -> type[asyncio.Protocol]:
+def bounded_protocol(config: GatewayConfig) -> type[asyncio.Protocol]:
     """Make the protocol class for these bounds."""
 
     class Bounded(BoundedProtocol):
-        max_head_bytes = max_bytes
-        head_timeout_s = timeout_s
+        max_head_bytes = config.max_http_head_bytes
+        head_timeout_s = config.http_head_timeout_s
+        max_connections = config.max_http_connections
 
     return Bounded
 
 
-def _refusal(max_head_bytes: int) -> bytes:
-    body = (
-        b'{"error":{"message":"the request head is larger than %d bytes",'
-        b'"type":"invalid_request_error","param":null,"code":"body_too_large"}}' % max_head_bytes
-    )
+def _response(status: bytes, body: bytes) -> bytes:
     head = (
-        b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
     )
     return head + body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from services.gateway.auth import GRPC_POLICY, Authenticator, check_policy
 from services.gateway.config import GatewayConfig
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_auth import AuthInterceptor
+from services.gateway.grpc_decode import DecodeInterceptor
 from services.gateway.hooks import GatewayHooks, NoHooks
 from services.gateway.http_protocol import bounded_protocol
 from services.gateway.inference_servicer import InferenceServicer
@@ -28,6 +30,8 @@ from services.gateway.reflection import V1, V1ALPHA, add_reflection
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.router.api import RouterPort
 from services.text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
 
 INFERENCE = "isthmus.v1.Inference"
 _HEALTH = "grpc.health.v1.Health"
@@ -138,7 +142,7 @@ class GatewayServer:
     async def _start_grpc(self, address: str) -> int:
         check_policy(GRPC_POLICY, self.grpc_methods)
         server = grpc.aio.server(
-            interceptors=(AuthInterceptor(self.authenticator),),
+            interceptors=(AuthInterceptor(self.authenticator), DecodeInterceptor()),
             options=self._grpc_options(),
         )
         self._grpc = server
@@ -180,9 +184,7 @@ class GatewayServer:
     async def _start_http(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
             self.http.app,
-            http=bounded_protocol(
-                self._config.max_http_head_bytes, self._config.http_head_timeout_s
-            ),
+            http=bounded_protocol(self._config),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -190,7 +192,6 @@ class GatewayServer:
             server_header=False,
             proxy_headers=False,
             interface="asgi3",
-            limit_concurrency=self._config.max_http_connections,
             timeout_keep_alive=self._config.http_keep_alive_s,
             timeout_graceful_shutdown=1,
         )
@@ -219,11 +220,18 @@ class GatewayServer:
     async def _watch_readiness(self) -> None:
         was_ready = False
         while True:
-            is_ready, _ = self.desk.is_ready()
+            is_ready = self._look_ready()
             if is_ready is not was_ready:
                 await self._set_health(is_ready=is_ready)
                 was_ready = is_ready
             await asyncio.sleep(self._config.health_poll_s)
+
+    def _look_ready(self) -> bool:
+        try:
+            return self.desk.is_ready()[0]
+        except Exception:  # outermost loop: a fault in a look must not freeze the health status
+            log.exception("gateway.readiness_failed")
+            return False
 
     async def _set_health(self, *, is_ready: bool) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
