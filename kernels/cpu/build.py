@@ -19,6 +19,7 @@ from pathlib import Path
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libisthmus_cpu.so"
 COMPILE_TIMEOUT_S = 180.0
+MAX_KEPT_BUILDS = 16  # other checkouts and machines that share the cache keep theirs for a while
 
 _BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast")
 # Best first; a compiler that refuses one set is asked for the next.
@@ -58,17 +59,34 @@ def build(environ: Mapping[str, str]) -> Path:
     compiler = find_compiler(environ)
     folder = cache_root(environ) / build_key(compiler)
     target = folder / LIBRARY_NAME
-    if target.is_file():
-        return target
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder)
+        if target.is_file():
+            return target
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / LIBRARY_NAME
             _compile(compiler, built)
             built.replace(target)
     except OSError as error:
         raise BuildFailed(f"cannot write to {folder}: {error.strerror}") from error
+    prune(folder.parent, keep=folder)
     return target
+
+
+def prune(root: Path, keep: Path) -> None:
+    """Remove the oldest builds beyond `MAX_KEPT_BUILDS`; a process that has one loaded keeps it."""
+    folders = [path for path in root.iterdir() if path.is_dir() and path != keep]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in folders[MAX_KEPT_BUILDS - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it too
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder in which another user could have put code for us to load."""
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildFailed(f"{folder} belongs to or is writable by another user")
 
 
 def build_key(compiler: list[str]) -> str:

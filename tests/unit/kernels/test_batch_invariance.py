@@ -146,6 +146,7 @@ class Sequences:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 def test_attention_does_not_depend_on_chunks_batch_or_blocks(kv_dtype: torch.dtype) -> None:
+    """The pool starts full of NaN, so memory that was never written would show (RB-086)."""
     sequences = Sequences([1, 15, 16, 17, 130, 75], kv_dtype)
     token_by_token = sequences.run(random.Random(0), max_chunk=1, together=False)
 
@@ -153,3 +154,26 @@ def test_attention_does_not_depend_on_chunks_batch_or_blocks(kv_dtype: torch.dty
         outputs = sequences.run(random.Random(seed), max_chunk, together=True)
         for expected, actual in zip(token_by_token, outputs, strict=True):
             assert torch.equal(expected, actual), f"chunks up to {max_chunk}"
+
+
+@pytest.mark.parametrize("max_chunk", [64, 256, 1024])
+def test_long_prompt_is_the_same_in_any_chunks_over_poisoned_memory(max_chunk: int) -> None:
+    """Chunked prefill of a long prompt once read uninitialised memory elsewhere (RB-086)."""
+    prompt = Sequences([2500], torch.float32)
+    (at_once,) = prompt.run(FixedChunks(2500), 2500, together=False)
+
+    (chunked,) = prompt.run(FixedChunks(max_chunk), max_chunk, together=False)
+
+    assert chunked.isfinite().all()
+    assert torch.equal(chunked, at_once)
+
+
+class FixedChunks(random.Random):
+    """A source of chance that always draws the largest chunk."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(3)
+        self._chunk = chunk
+
+    def randint(self, a: int, b: int) -> int:
+        return min(b, self._chunk)

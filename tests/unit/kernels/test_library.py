@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ def run_python(code: str, **environ: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -57,8 +59,8 @@ def test_builds_once_and_leaves_only_the_library(environ: dict[str, str]) -> Non
 
 def test_concurrent_builds_agree(environ: dict[str, str]) -> None:
     needs_compiler(environ)
-    with ThreadPoolExecutor(3) as pool:
-        paths = set(pool.map(lambda _: build.build(environ), range(3)))
+    with ThreadPoolExecutor(2) as pool:
+        paths = set(pool.map(lambda _: build.build(environ), range(2)))
     (path,) = paths
     assert [entry.name for entry in path.parent.iterdir()] == [build.LIBRARY_NAME]
 
@@ -102,6 +104,37 @@ def test_unwritable_cache_is_a_reason_not_a_crash(environ: dict[str, str]) -> No
     needs_compiler(environ)
     with pytest.raises(build.BuildFailed, match="cannot write to"):
         build.build(environ | {"XDG_CACHE_HOME": "/proc/nowhere"})
+
+
+def test_cache_others_can_write_to_is_refused(environ: dict[str, str]) -> None:
+    needs_compiler(environ)
+    folder = build.build(environ).parent
+    folder.chmod(0o777)
+    with pytest.raises(build.BuildFailed, match="writable by another user"):
+        build.build(environ)
+
+
+def test_keeps_a_bounded_number_of_builds(tmp_path: Path) -> None:
+    folders = [tmp_path / f"build-{i:02}" for i in range(20)]
+    for age, folder in enumerate(folders):
+        folder.mkdir()
+        os.utime(folder, (1e9 - age, 1e9 - age))
+
+    build.prune(tmp_path, keep=folders[19])
+
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [f"build-{i:02}" for i in (*range(15), 19)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors_keep_every_promise(flags: str) -> None:
+    needs_compiler(dict(os.environ))
+    compiler = build.find_compiler(os.environ)[0]
+    arguments = ["-q", "-p", "no:cacheprovider", "tests/unit/kernels/test_batch_invariance.py"]
+    code = f"import pytest; raise SystemExit(pytest.main({arguments!r}))"
+    assert " passed" in run_python(code, CC=f"{compiler} {flags}")
 
 
 def test_damaged_library_is_built_again(environ: dict[str, str]) -> None:

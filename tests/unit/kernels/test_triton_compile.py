@@ -80,8 +80,9 @@ def constexprs_of(tiling: Tiling, head_dim: int, group: int, dtype: str) -> dict
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 4)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype"), [(64, 3, "bf16"), (128, 4, "bf16"), (64, 1, "fp16")]
+)
 def test_prefill_uses_matrix_instructions(
     capability: int, head_dim: int, group: int, dtype: str
 ) -> None:
