@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from services.bench.local_cluster import LocalCluster as Cluster  # noqa: E402
 from services.models.catalog import resolve  # noqa: E402 - after the path is set
 from services.text.tokenizer import TextModel  # noqa: E402
-from services.bench.local_cluster import LocalCluster as Cluster  # noqa: E402
 from tests.support.generate import generate, request  # noqa: E402
 from tests.support.prompts import MAX_TOKENS, fixed_prompts  # noqa: E402
 

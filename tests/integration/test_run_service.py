@@ -134,7 +134,10 @@ def test_a_drain_that_says_it_is_over_is_not_waited_for() -> None:
 def test_fault_people_can_mend_is_raised_after_stopping() -> None:
     body = BASIC.replace('say("started")', 'raise ConfigError("port in use")')
     body = "from services.common.errors import ConfigError\n" + body
-    body += "\nimport sys; sys.excepthook = lambda kind, value, trace: say(f'{kind.__name__}: {value}')\n"
+    body += """
+import sys
+sys.excepthook = lambda kind, value, trace: say(f'{kind.__name__}: {value}')
+"""
     with start(body) as process:
         assert [line(process), line(process)] == ["stopped", "ConfigError: port in use"]
         assert process.wait(10) == 1
