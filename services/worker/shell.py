@@ -243,7 +243,8 @@ class WorkerShell:
 
     def detach(self, session: RouterSession, send: Callable[[Sequence[Outgoing]], None]) -> None:
         """A Link ended; its requests wait for a resume unless a newer Link took over."""
-        if self._outboxes.get(session.router_incarnation) is send:
+        # Equality, not identity: every look-up of a bound method makes a new object.
+        if self._outboxes.get(session.router_incarnation) == send:
             del self._outboxes[session.router_incarnation]
             session.detach(self._clock.now())
             log.info("worker.link_detached", router=session.router_id, open=len(session))
