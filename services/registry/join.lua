@@ -1,7 +1,8 @@
 -- Allot a slot to a worker and raise its slot_gen, which voids every hint of the slot's past.
 -- KEYS w, wi, ver, wv, wn, sc   ARGV schema, worker_id, incarnation, info_json, record,
--- proposed_gen, is_rejoin, lease_ms, reclaim_ms, max_slots, now_ms ('' = the store's clock)
-local now = tonumber(ARGV[11])
+-- proposed_gen, is_rejoin, lease_ms, reclaim_ms, max_slots, num_buckets, now_ms ('' = the
+-- store's clock)
+local now = tonumber(ARGV[12])
 if not now then
   local t = redis.call('TIME')
   now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
@@ -39,7 +40,12 @@ else
 end
 
 local gen = tonumber(ARGV[6])
-if old and #old == 64 then gen = struct.unpack('<H', old:sub(1, 2)) end
+if old and #old == 64 then
+  gen = struct.unpack('<H', old:sub(1, 2))
+  -- Hints of the old generation are void from now on: have them swept.
+  local cursor = tonumber(redis.call('HGET', KEYS[6], 'cursor') or 0)
+  redis.call('HSET', KEYS[6], 'until', cursor + tonumber(ARGV[11]))
+end
 gen = gen % 65535 + 1
 local rec = struct.pack('<H', gen) .. ARGV[5]:sub(3, 8)
   .. struct.pack('<d', now + tonumber(ARGV[8])) .. ARGV[5]:sub(17, 44)

@@ -191,7 +191,8 @@ class WorkerLease:
             return self._clock.now() + heartbeat_s
         if self._take_batch():
             self._send_batch()
-            return self._clock.now() + heartbeat_s if self._slot is not None else 0.0
+            # Publishing renews the lease too, but only a renewal sweeps: it keeps its own time.
+            return next_renewal if self._slot is not None else 0.0
         if self._must_renew or self._clock.now() >= next_renewal:
             self._must_renew = False
             answer = self._call(self._calls.renew(self._slot, self._gen, self._record()))
@@ -307,9 +308,9 @@ class WorkerLease:
 
     def _note_down(self, error: Exception) -> None:
         if not self._is_down:
-            log.warning(
-                "registry.store_down", worker=self._info.worker_id, error=type(error).__name__
-            )
+            # Foreign messages may quote the address, which may hold a password.
+            reason = str(error) if isinstance(error, StoreUnavailable) else type(error).__name__
+            log.warning("registry.store_down", worker=self._info.worker_id, reason=reason)
         self._is_down = True
 
     def _record(self) -> bytes:

@@ -1,5 +1,5 @@
 -- Give a slot back. A tombstone keeps its generation, so that old hints stay void.
--- KEYS w, wi, ver, wv, wn, sc   ARGV slot, gen
+-- KEYS w, wi, ver, wv, wn, sc   ARGV slot, gen, num_buckets
 local rec = redis.call('HGET', KEYS[1], ARGV[1])
 if not rec or #rec ~= 64 or rec:byte(4) == 0
   or struct.unpack('<H', rec:sub(1, 2)) ~= tonumber(ARGV[2]) then
@@ -10,4 +10,6 @@ local info = redis.call('HGET', KEYS[2], ARGV[1])
 if info then redis.call('HDEL', KEYS[5], cjson.decode(info)['worker_id']) end
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('INCR', KEYS[4])
+local cursor = tonumber(redis.call('HGET', KEYS[6], 'cursor') or 0)
+redis.call('HSET', KEYS[6], 'until', cursor + tonumber(ARGV[3]))
 return {'OK'}

@@ -1,4 +1,4 @@
--- Extend a lease with a new load, and scrub a few buckets of hints whose owners are gone.
+-- Extend a lease with a new load; after a slot changed hands, scrub some buckets of void hints.
 -- KEYS w, wi, ver, wv, wn, sc   ARGV slot, gen, record, lease_ms, reclaim_ms, sweep_buckets,
 -- num_buckets, now_ms ('' = the store's clock)
 local now = tonumber(ARGV[8])
@@ -19,6 +19,9 @@ redis.call('HSET', KEYS[1], ARGV[1], rec:sub(1, 2) .. ARGV[3]:sub(3, 8)
 
 local sweep = tonumber(ARGV[6])
 if sweep == 0 then return {'OK'} end
+local buckets = tonumber(ARGV[7])
+local cursor = tonumber(redis.call('HGET', KEYS[6], 'cursor') or 0)
+local sweep_until = tonumber(redis.call('HGET', KEYS[6], 'until') or 0)
 local gens = {}
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
@@ -31,15 +34,17 @@ for i = 1, #all, 2 do
       if info then redis.call('HDEL', KEYS[5], cjson.decode(info)['worker_id']) end
       redis.call('HDEL', KEYS[2], all[i])
       redis.call('INCR', KEYS[4])
+      sweep_until = cursor + buckets
     else
       gens[s] = struct.unpack('<H', r:sub(1, 2))
     end
   end
 end
-local buckets = tonumber(ARGV[7])
-local cursor = redis.call('INCRBY', KEYS[6], sweep)
+if cursor >= sweep_until then return {'OK'} end -- no slot changed hands since the last full sweep
+local stop = math.min(cursor + sweep, sweep_until)
+redis.call('HSET', KEYS[6], 'cursor', stop, 'until', sweep_until)
 local prefix = KEYS[1]:sub(1, -2) .. 'b:'
-for i = cursor - sweep, cursor - 1 do
+for i = cursor, stop - 1 do
   local key = prefix .. (i % buckets)
   local fields = redis.call('HGETALL', key)
   for j = 1, #fields, 2 do

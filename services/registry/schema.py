@@ -6,7 +6,7 @@ One hash tag per base model, so that every key of a model lives in one cluster s
   isthmus:{ns}:wn   worker id -> slot
   isthmus:{ns}:wv   counter raised whenever `wi` changes
   isthmus:{ns}:ver  schema, block size, hint stride, hash scheme
-  isthmus:{ns}:sc   cursor of the sweep over buckets
+  isthmus:{ns}:sc   cursor and end of the sweep that follows when a slot changes hands
   isthmus:{ns}:b:N  first 8 bytes of a block hash -> n x (u16 slot, u16 slot_gen)
 """
 

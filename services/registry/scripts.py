@@ -47,7 +47,7 @@ class ScriptCalls:
     keys: schema.Keys
     lease_ms: int = schema.LEASE_MS
     reclaim_ms: int = schema.RECLAIM_MS
-    sweep_buckets: int = 32
+    sweep_buckets: int = 256
 
     def join(
         self,
@@ -63,11 +63,12 @@ class ScriptCalls:
         """Take a slot. Answers OK slot gen | VERSION theirs | SUPERSEDED | FULL."""
         return self._call(
             "join", schema.SCHEMA, worker_id, str(incarnation), info, record, proposed_gen,
-            int(is_rejoin), self.lease_ms, self.reclaim_ms, schema.MAX_SLOTS, now_ms=now_ms,
+            int(is_rejoin), self.lease_ms, self.reclaim_ms, schema.MAX_SLOTS, schema.NUM_BUCKETS,
+            now_ms=now_ms,
         )  # fmt: skip
 
     def renew(self, slot: int, gen: int, record: bytes, now_ms: int | None = None) -> Invocation:
-        """Extend the lease and sweep a few buckets. Answers OK | GONE."""
+        """Extend the lease; sweep some buckets if hints became void. Answers OK | GONE."""
         return self._call(
             "renew", slot, gen, record, self.lease_ms, self.reclaim_ms, self.sweep_buckets,
             schema.NUM_BUCKETS, now_ms=now_ms,
@@ -75,7 +76,7 @@ class ScriptCalls:
 
     def leave(self, slot: int, gen: int) -> Invocation:
         """Give the slot back. Answers OK | GONE."""
-        return Invocation(load_script("leave"), self.keys.fixed(), (slot, gen))
+        return Invocation(load_script("leave"), self.keys.fixed(), (slot, gen, schema.NUM_BUCKETS))
 
     def publish(
         self,

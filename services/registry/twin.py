@@ -39,13 +39,14 @@ class RegistryTwin:
 
     lease_ms: int = LEASE_MS
     reclaim_ms: int = RECLAIM_MS
-    sweep_buckets: int = 32
+    sweep_buckets: int = 256
     version: str | None = None
     info_version: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _names: dict[WorkerId, int] = field(default_factory=dict)
     _hints: dict[bytes, list[Owner]] = field(default_factory=dict)
     _cursor: int = 0
+    _sweep_until: int = 0
 
     def join(
         self,
@@ -73,8 +74,10 @@ class RegistryTwin:
             if slot is None:
                 return JoinAnswer("FULL")
         old = self._slots.get(slot)
-        if old is not None and old.info is not None:
-            self._names.pop(old.info.worker_id, None)
+        if old is not None:
+            self._sweep_until = self._cursor + NUM_BUCKETS
+            if old.info is not None:
+                self._names.pop(old.info.worker_id, None)
         gen = (old.gen if old else proposed_gen) % 65535 + 1
         self._slots[slot] = _Slot(gen, state, now_ms + self.lease_ms, 0, load, info)
         self._names[info.worker_id] = slot
@@ -150,7 +153,8 @@ class RegistryTwin:
         self._slots.clear()
         self._names.clear()
         self._hints.clear()
-        self.version, self.info_version, self._cursor = None, 0, 0
+        self.version, self.info_version = None, 0
+        self._cursor = self._sweep_until = 0
 
     def num_hints(self) -> int:
         """Return how many hashes have owners."""
@@ -170,6 +174,7 @@ class RegistryTwin:
         if held.info is not None:
             self._names.pop(held.info.worker_id, None)
         held.state, held.info = "", None
+        self._sweep_until = self._cursor + NUM_BUCKETS
         self.info_version += 1
 
     def _valid(self, now_ms: int) -> set[Owner]:
@@ -184,8 +189,9 @@ class RegistryTwin:
             if held.state and held.deadline_ms + self.reclaim_ms < now_ms:
                 self._bury(held)
         valid = self._valid(now_ms)
-        swept = {(self._cursor + i) % NUM_BUCKETS for i in range(self.sweep_buckets)}
-        self._cursor += self.sweep_buckets
+        stop = max(self._cursor, min(self._cursor + self.sweep_buckets, self._sweep_until))
+        swept = {i % NUM_BUCKETS for i in range(self._cursor, stop)}
+        self._cursor = stop
         for field_name in [f for f in self._hints if bucket_of(f) in swept]:
             self._store(field_name, [o for o in self._hints[field_name] if o in valid])
 

@@ -22,6 +22,11 @@ from services.router.request import LogicalRequest, TokenText
 from services.router.service import ClusterWatch
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+_WARN_EVERY_S = 60.0
 
 
 class Router:
@@ -45,6 +50,7 @@ class Router:
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._last_number = 0
+        self._warned_at = float("-inf")
         self._is_draining = False
 
     # -- life --------------------------------------------------------------------------------
@@ -195,13 +201,29 @@ class Router:
         if decision is not None and not progress.num_retries:
             expected = decision.terms[0].hit_tokens
             if expected > progress.cached_tokens:
-                self._hooks.hints_missed(progress.call, expected, progress.cached_tokens)
+                self._note_missed_hint(progress, expected)
         return RequestEnd(
             prompt_tokens=progress.facts.num_tokens,
             cached_tokens=progress.cached_tokens,
             completion_tokens=progress.logical.completion_tokens,
             timing=progress.timing(self._clock.now()),
         )
+
+    def _note_missed_hint(self, progress: Progress, expected: int) -> None:
+        """Say, once a minute, that hints promised what a worker did not have.
+
+        Routing by prefix that fails silently looks like plain load balancing.
+        """
+        self._hooks.hints_missed(progress.call, expected, progress.cached_tokens)
+        now = self._clock.now()
+        if now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            log.warning(
+                "router.hint_missed",
+                expected_tokens=expected,
+                cached_tokens=progress.cached_tokens,
+                request_id=progress.call.request_id,
+            )
 
 
 def _summary(

@@ -20,6 +20,8 @@ from services.registry.base import LoadReport, WorkerInfo
 from services.registry.embedded import EmbeddedStore
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.reader import LatencyDeadline, RedisRegistryReader
+from services.registry.schema import Keys
+from services.registry.scripts import ScriptCalls
 from tests.support.registry import make_chain, make_worker_info
 from tests.support.store import running_store, store, store_url
 
@@ -196,6 +198,30 @@ async def test_a_later_life_takes_the_name_and_the_earlier_stands_back(store_url
                 (record,) = await reader.snapshot()
                 assert record.info.incarnation == 2
                 assert record.slot_gen == new.slot_gen
+
+
+async def test_hints_of_a_worker_that_left_are_swept_while_others_publish(store_url: str) -> None:
+    """RB-046: its keys go although nobody touches its hashes, also under a stream of changes."""
+    gone, kept = make_chain(1, 200), make_chain(2, 40)
+    calls = ScriptCalls(Keys(NS))
+    fast = LeaseConfig(heartbeat_s=0.05)
+    with (
+        redis.Redis.from_url(store_url) as admin,
+        leased(store_url, make_worker_info("stays"), lambda: kept, fast) as stays,
+    ):
+        with leased(store_url, make_worker_info("leaves"), lambda: gone) as leaves:
+            await eventually(lambda: stays.is_registered and leaves.is_registered)
+            await eventually(lambda: _num_hints(admin, calls) == 240)
+        end = time.monotonic() + 10
+        while _num_hints(admin, calls) != 40:
+            assert time.monotonic() < end, "hints of a worker that left are still there"
+            stays.publish(kept[:1], ())
+            await asyncio.sleep(0.01)
+
+
+def _num_hints(admin: redis.Redis, calls: ScriptCalls) -> int:
+    keys = admin.keys(f"{calls.keys.prefix}b:*")
+    return sum(int(admin.hlen(key)) for key in keys)
 
 
 async def test_hostile_store_contents_are_skipped(store_url: str) -> None:
