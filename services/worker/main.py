@@ -65,7 +65,7 @@ _SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Routers ping silent Links every second or so; the default server calls that an attack.
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_time_ms", 1_000),

@@ -99,7 +99,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             options=[
                 ("grpc.max_send_message_length", 16 << 20),
                 ("grpc.max_receive_message_length", 16 << 20),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.so_reuseport", 0),
             ]
