@@ -76,10 +76,17 @@ def build(environ: Mapping[str, str]) -> Path:
 
 def prune(root: Path, keep: Path) -> None:
     """Remove the oldest builds beyond `MAX_KEPT_BUILDS`; a process that has one loaded keeps it."""
-    folders = [path for path in root.iterdir() if path.is_dir() and path != keep]
-    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    for folder in folders[MAX_KEPT_BUILDS - 1 :]:
+    others = [path for path in root.iterdir() if path != keep]
+    others.sort(key=_modified_at, reverse=True)
+    for folder in others[MAX_KEPT_BUILDS - 1 :]:
         shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it too
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # removed by another process since it was listed
+        return 0.0
 
 
 def _check_owner(folder: Path) -> None:

@@ -133,8 +133,16 @@ def test_narrower_vectors_keep_every_promise(flags: str) -> None:
     needs_compiler(dict(os.environ))
     compiler = build.find_compiler(os.environ)[0]
     arguments = ["-q", "-p", "no:cacheprovider", "tests/unit/kernels/test_batch_invariance.py"]
-    code = f"import pytest; raise SystemExit(pytest.main({arguments!r}))"
-    assert " passed" in run_python(code, CC=f"{compiler} {flags}")
+    code = (
+        "import pytest\nfrom kernels.cpu import library\n"
+        f"print(library.available())\nraise SystemExit(pytest.main({arguments!r}))"
+    )
+
+    shown = run_python(code, CC=f"{compiler} {flags}", ISTHMUS_CPU_KERNELS="on")
+
+    assert "C library" in shown
+    assert "AVX-512" not in shown
+    assert " passed" in shown
 
 
 def test_damaged_library_is_built_again(environ: dict[str, str]) -> None:
