@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,8 +32,15 @@ class LocalCluster:
     """Starts on entry, stops on exit; its state is read over the wire or from its status file."""
 
     def __init__(
-        self, model: Path | str, *, prefill: int, decode: int, flags: Sequence[str] = ()
+        self,
+        model: Path | str,
+        *,
+        prefill: int,
+        decode: int,
+        flags: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
+        """Prepare; `settings` maps ISTHMUS_SECTION__FIELD to a value."""
         self._dir = Path(tempfile.mkdtemp(prefix="isthmus-local-"))
         self._status_file = self._dir / "status.json"
         self._log_file = self._dir / "up.log"
@@ -43,6 +51,7 @@ class LocalCluster:
             *("--json-status", str(self._status_file)),
             *flags,
         ]
+        self._environ = {**os.environ, **(settings or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.returncode: int | None = None
 
@@ -50,7 +59,11 @@ class LocalCluster:
         """Start and wait until every process is ready."""
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         try:
             self._wait(lambda: self.status().get("state") == "ready", START_TIMEOUT_S, "ready")

@@ -13,8 +13,8 @@ import grpc
 import psutil
 import pytest
 
-from services.pb import inference_pb2_grpc
 from services.bench.local_cluster import LocalCluster as Cluster
+from services.pb import inference_pb2_grpc
 from tests.support.generate import collect, generate, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]

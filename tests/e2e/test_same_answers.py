@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.text.tokenizer import TextModel
 from services.bench.local_cluster import LocalCluster as Cluster
+from services.text.tokenizer import TextModel
 from tests.support.generate import Answer, generate, request
 from tests.support.prompts import MAX_TOKENS, Prompt, fixed_prompts
 
