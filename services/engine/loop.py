@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,8 +25,9 @@ from services.engine.api import (
 from services.engine.config import EngineConfig, check_role_weights
 from services.engine.plan import StepPlan, StepResult
 from services.engine.scheduler import Scheduler
+from services.telemetry.logs import get_logger
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _SNAPSHOT_WAIT_S = 5.0
 _USUAL_STEPS = 5.0  # no progress for this many usual steps is too long
@@ -53,7 +53,17 @@ class _Command:
 class EngineLoop:
     """The engine on its own thread (services.engine.api.Engine)."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        on_step: Callable[[StepPlan, StepResult], None] | None = None,
+    ) -> None:
+        """Args:
+        on_step: told of every finished step, on the engine thread; for metrics.
+        """
+        self._on_step = on_step
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
@@ -185,7 +195,7 @@ class EngineLoop:
             self._end_all(EndReason.CANCELLED, "cancelled", "the worker is stopping")
         except Exception:
             # Whatever it was, the state of the pool is not to be trusted any more.
-            _log.exception("engine.failed")
+            log.exception("engine.failed")
             self._has_failed = True
             self._end_all(EndReason.ERROR, "internal", "the engine of this worker has failed")
 
@@ -195,6 +205,8 @@ class EngineLoop:
         if plan.rows:
             result = self._executor.execute(plan)
             self._scheduler.apply(result, self._clock.now())
+            if self._on_step is not None:
+                self._on_step(plan, result)
         self._deliver()
         self._progress_at = self._clock.now()
         if not plan.rows:
@@ -213,7 +225,7 @@ class EngineLoop:
                 command.run(now)
             except (RuntimeError, ValueError):
                 # A command that does not suit its work item's state is that item's end only.
-                _log.exception("engine.command_failed")
+                log.exception("engine.command_failed")
                 if command.key is not None:
                     message = "the work item was mishandled"
                     self._scheduler.fail(command.key, "internal", message, now)
@@ -225,7 +237,7 @@ class EngineLoop:
         try:
             self._scheduler.submit(request, now)
         except (TypeError, AttributeError, OverflowError) as error:
-            _log.exception("engine.submit_failed")
+            log.exception("engine.submit_failed")
             message = f"the work item is malformed: {type(error).__name__}"
             self._emit((Refused(request.key, "internal", message),))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -17,8 +16,9 @@ from services.kv.digest import block_digests
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.models.base import Model, StepBatch
+from services.telemetry.logs import get_logger
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MAX_FAILED_STEPS = 3  # steps in a row in which every row failed: then it is not the requests
 
@@ -104,7 +104,7 @@ class Runner:
             logits = self._model.forward(self._batch(rows), self._store.kv_pool)
             return self._sample_all(rows, logits)
         except Exception:  # the outermost guard of a step: model code may raise anything
-            _log.exception("engine.step_failed", extra={"rows": len(rows)})
+            log.exception("engine.step_failed", rows=len(rows))
             if len(rows) == 1:
                 return (RowResult(error="the model could not compute this request"),)
         # KV writes of a row are the same when repeated, so the others lose nothing but time.

@@ -59,6 +59,7 @@ class EngineStats:
         self.steps = 0
         self.preemptions = 0
         self._prefill_rate = Ewma()
+        self._prefill_s = LineFit()
         self._step_s = Ewma()
         self._decode_us = LineFit()
         self._lengths: deque[int] = deque(maxlen=_LENGTHS_KEPT)
@@ -79,6 +80,7 @@ class EngineStats:
             a, b = self._decode_us.line() if num_decode else (0.0, 0.0)
             own_s = max(elapsed_s - (a + b * resident_tokens) / 1e6, 0.2 * elapsed_s)
             self._prefill_rate.add(num_prefill / own_s)
+            self._prefill_s.add(float(num_prefill), own_s)
 
     def ended(self, num_generated: int) -> None:
         """Learn one output length."""
@@ -91,6 +93,22 @@ class EngineStats:
     def prefill_tok_s(self) -> float | None:
         """Observed prefill rate; None until it is known."""
         return self._prefill_rate.value
+
+    def chunk_tokens(self, target_s: float) -> float | None:
+        """Prompt tokens that take about `target_s`; None until a rate is known.
+
+        Where the cost of a step that no token changes is above half the target, chunks by rate
+        alone would shrink to nothing: smaller ones have a lower rate. There a chunk may cost as
+        much again as the fixed part, approached in steps of four so that a bad fit does little.
+        """
+        rate = self._prefill_rate.value
+        if rate is None:
+            return None
+        by_rate = rate * target_s
+        fixed_s, token_s = self._prefill_s.line()
+        if token_s <= 0 or fixed_s <= target_s / 2:
+            return by_rate
+        return min(max(by_rate, fixed_s / token_s), 4 * by_rate)
 
     @property
     def step_s(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from services.kv.memory import KvPoolMemory
 from tests.support.fake_model import FAKE_LAYOUT, FAKE_VOCAB, FakeModel, fake_values
 
 MODEL_DIGEST = "fake-model"
+Event = TypeVar("Event")
 
 
 def tokens(*ids: int) -> npt.NDArray[np.uint32]:
@@ -113,7 +115,7 @@ class Output:
         """The last end."""
         return self.dones[-1]
 
-    def of(self, kind: type[EngineEvent]) -> list[EngineEvent]:
+    def of(self, kind: type[Event]) -> list[Event]:
         """Events of one type."""
         return [event for event in self.events if isinstance(event, kind)]
 

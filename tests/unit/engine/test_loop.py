@@ -29,7 +29,7 @@ from services.engine.api import (
 from services.engine.loop import EngineLoop, Executor
 from services.engine.plan import StepPlan, StepResult
 from services.engine.runner import EngineFault
-from tests.support.engine_rig import EngineRig, greedy, make_request, prompt_of
+from tests.support.engine_rig import EngineRig, Event, greedy, make_request, prompt_of
 from tests.support.fake_model import FakeModel, reference_tokens
 
 FAR = time.monotonic() + 1e6
@@ -51,8 +51,8 @@ class Listener:
     def on_delta(self, delta: CacheDelta) -> None:
         self.deltas.append(delta)
 
-    def of(self, kind: type[EngineEvent], key: str = "a") -> list[EngineEvent]:
-        return [event for event in self.events if isinstance(event, kind) and event.key == key]
+    def of(self, kind: type[Event], key: str = "a") -> list[Event]:
+        return [e for e in self.events if isinstance(e, kind) and e.key == key]
 
     def tokens(self, key: str) -> list[int]:
         outs = [event for event in self.events if isinstance(event, TokensOut) and event.key == key]
@@ -125,9 +125,7 @@ def test_many_requests_from_many_threads(make: Make) -> None:
     engine = make()
     keys = [f"k{i}" for i in range(12)]
     threads = [
-        threading.Thread(
-            target=lambda i=i: engine.submit(keys[i], prompt=prompt_of(20 + i, i))  # type: ignore[misc]
-        )
+        threading.Thread(target=lambda i=i: engine.submit(keys[i], prompt=prompt_of(20 + i, i)))
         for i in range(12)
     ]
     for thread in threads:

@@ -378,6 +378,7 @@ def test_prefill_offers_after_the_first_chunk_and_lends_until_released() -> None
     assert [(event.lo, len(event.block_ids)) for event in sealed] == [(0, 2), (2, 2)]
     finished = output.of(PrefillFinished)[0]
     assert finished.tail_valid_tokens == 8
+    assert finished.tail_block is not None
     assert rig.pool.is_sealed(finished.tail_block)
     assert finished.first == (FirstToken(0, reference_tokens(prompt, greedy(1))[0]),)
     assert output.end.handed_off

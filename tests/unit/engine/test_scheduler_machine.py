@@ -165,7 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
             if output.of(PrefillFinished):
                 assert output.of(PrefillFinished)[0].first == self.firsts(prompt, params)
             return
-        choices = range(params.n)
+        choices = list(range(params.n))
         if kind is WorkKind.CONTINUE and set(output.first_index.values()) == {1}:
             choices = [first.choice for first in self.firsts(prompt, params)]
         for choice in choices:

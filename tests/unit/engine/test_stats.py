@@ -39,7 +39,33 @@ def test_a_constant_load_gives_a_flat_line() -> None:
     stats = EngineStats()
     for _ in range(20):
         _step(stats, 0.02, 0, 4, 128)
-    assert stats.decode_line_us() == (pytest.approx(20_000), 0.0)
+    a_us, b_us = stats.decode_line_us()
+    assert a_us == pytest.approx(20_000)
+    assert b_us == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "token_s", "lowest", "highest"),
+    [
+        (
+            0.005,
+            0.0005,
+            0.040,
+            0.055,
+        ),  # the target can be met: small last chunks cost a little of it
+        (0.100, 0.0010, 0.150, 0.250),  # it cannot: twice the fixed cost, not one tiny chunk
+    ],
+)
+def test_chunks_converge_to_the_time_target_or_to_a_sane_share_of_fixed_cost(
+    fixed_s: float, token_s: float, lowest: float, highest: float
+) -> None:
+    stats, chunk, elapsed_s = EngineStats(), 128.0, 0.0
+    for step in range(60):
+        elapsed_s = fixed_s + token_s * int(chunk)
+        _step(stats, elapsed_s * (0.97, 1.03)[step % 2], int(chunk), 0, 0)
+        _step(stats, fixed_s + token_s * 24, 24, 0, 0)  # the last chunk of some prompt
+        chunk = min(max(stats.chunk_tokens(0.05) or 128.0, 16.0), 2048.0)
+    assert lowest < elapsed_s < highest
 
 
 def test_expected_length_follows_what_was_seen() -> None:
