@@ -269,7 +269,9 @@ class WorkerShell:
 
     def _cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
         entry = session.current(cancel.request)
-        if entry is not None and entry.attempt <= cancel.attempt and entry.ended_at is None:
+        # Also when it has ended here by being handed off: its blocks are still lent then, and
+        # the engine ignores keys it no longer knows.
+        if entry is not None and entry.attempt <= cancel.attempt:
             self.engine.cancel(entry.key, cancel.reason or "cancelled by the router")
 
     def _take(self, session: RouterSession, work: worker_pb2.Work) -> None:

@@ -118,6 +118,15 @@ async def test_cancel_of_an_older_attempt_spares_the_newer(rig: ShellRig) -> Non
     assert rig.engine.cancelled == []
 
 
+async def test_cancel_reaches_an_item_that_was_handed_off(rig: ShellRig) -> None:
+    """RB-001: the client left before decode took over; prefill still lends the blocks."""
+    key = rig.work(kind="prefill")
+    await rig.emit(ChoiceDone(key, 0, EndReason.STOP, all_choices=True, handed_off=True))
+    cancel = worker_pb2.Cancel(request=1, attempt=0)
+    rig.shell.handle(rig.session, worker_pb2.RouterFrame(cancel=[cancel]))
+    assert rig.engine.cancelled == [key]
+
+
 async def test_single_token_requests_are_not_handed_off(rig: ShellRig) -> None:
     """RB-071."""
     rig.work(kind="prefill", max_tokens=1)

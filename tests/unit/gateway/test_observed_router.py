@@ -1,0 +1,127 @@
+"""Every request has one root span that ends, whatever happens to the request (RB-126)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.common.clock import SystemClock
+from services.common.errors import RequestError
+from services.common.ids import RequestId
+from services.common.sampling import SamplingParams
+from services.gateway.observed_router import ObservedRouter
+from services.router.api import (
+    ChoiceEnd,
+    Chunk,
+    GenerateCall,
+    RequestEnd,
+    RequestTiming,
+    RouterOutput,
+    ServedModel,
+)
+from services.telemetry.metrics import Metrics
+from services.telemetry.tracing import TraceSettings, Tracing, setup_tracing
+
+
+class Scripted:
+    """A router that plays outputs, then raises if told to."""
+
+    def __init__(self, outputs: list[RouterOutput], error: RequestError | None = None) -> None:
+        self.outputs = outputs
+        self.error = error
+        self.was_closed = False
+        self.traceparent = ""
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+        self.traceparent = call.traceparent
+        try:
+            for output in self.outputs:
+                yield output
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.was_closed = True
+
+    def served_models(self) -> tuple[ServedModel, ...]:
+        return ()
+
+    def is_ready(self) -> tuple[bool, str]:
+        return True, ""
+
+
+CHUNKS: list[RouterOutput] = [Chunk(0, 0, (1,), "a"), Chunk(0, 1, (2, 3), "b")]
+TIMING = RequestTiming(mode="REMOTE", plane="memfd", router_us=10, unattributed_us=5, e2e_us=100)
+ENDING: list[RouterOutput] = [ChoiceEnd(0, "stop"), RequestEnd(1, 0, 3, TIMING)]
+
+
+def make_call() -> GenerateCall:
+    return GenerateCall(
+        request_id=RequestId("r"),
+        model="m",
+        token_ids=np.array([1, 2], dtype=np.uint32),
+        sampling=SamplingParams(),
+        stop=(),
+        deadline=SystemClock().now() + 10,
+        received_at=SystemClock().now(),
+    )
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    return tmp_path / "spans.jsonl"
+
+
+@pytest.fixture
+def tracing(trace_file: Path) -> Tracing:
+    return setup_tracing(TraceSettings("router", "r0", trace_file=str(trace_file)))
+
+
+def spans_of(tracing: Tracing, trace_file: Path) -> list[dict[str, object]]:
+    tracing.shutdown()
+    return [json.loads(line) for line in trace_file.read_text().splitlines()]
+
+
+def observe(router: Scripted, tracing: Tracing, metrics: Metrics) -> ObservedRouter:
+    return ObservedRouter(router, tracing, metrics, SystemClock())
+
+
+async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file: Path) -> None:
+    metrics = Metrics.enabled()
+    router = Scripted([*CHUNKS, *ENDING])
+    seen = [output async for output in observe(router, tracing, metrics).generate(make_call())]
+
+    assert seen == [*CHUNKS, *ENDING]
+    assert router.traceparent.startswith("00-")
+    names = sorted(str(span["name"]) for span in spans_of(tracing, trace_file))
+    assert names == ["isthmus.request", "isthmus.route", "isthmus.unattributed"]
+    text = metrics.render().decode()
+    assert 'isthmus_tpot_seconds_count{mode="REMOTE"} 1' in text
+    metrics.shutdown()
+
+
+async def test_failed_request_ends_its_span_with_the_code(
+    tracing: Tracing, trace_file: Path
+) -> None:
+    router = Scripted(CHUNKS, RequestError("worker_lost", "gone"))
+    with pytest.raises(RequestError, match="gone"):
+        _ = [o async for o in observe(router, tracing, Metrics.disabled()).generate(make_call())]
+
+    [span] = spans_of(tracing, trace_file)
+    assert "worker_lost" in json.dumps(span)
+
+
+async def test_client_that_leaves_closes_the_inner_router_and_the_span(
+    tracing: Tracing, trace_file: Path
+) -> None:
+    router = Scripted([*CHUNKS, *ENDING])
+    outputs = observe(router, tracing, Metrics.disabled()).generate(make_call())
+    await anext(outputs)
+    await outputs.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    assert router.was_closed
+    [span] = spans_of(tracing, trace_file)
+    assert "cancelled" in json.dumps(span)
