@@ -323,6 +323,21 @@ def test_high_priority_takes_the_place_of_low() -> None:
         assert output.tokens[0] == reference_tokens(prompt_of(9, idx), greedy(60))
 
 
+def test_blocks_a_victim_shares_with_its_successor_do_not_count_as_gain() -> None:
+    """RB-085: preempting one whose blocks would be kept anyway frees nothing."""
+    rig = EngineRig(num_blocks=9)
+    rig.submit(make_request("other", prompt_of(20, 8), greedy(12), priority=1))
+    low = rig.submit(make_request("low", prompt_of(64), greedy(12)))
+    while rig.scheduler.load().blocks_in_use < 7:
+        rig.step()
+    high = rig.submit(make_request("high", prompt_of(128), greedy(2), priority=1))
+    rig.step()
+    assert rig.scheduler.stats.preemptions == 0
+    rig.run()
+    assert low.tokens[0] == reference_tokens(prompt_of(64), greedy(12))
+    assert high.tokens[0] == reference_tokens(prompt_of(128), greedy(2))
+
+
 def test_a_preempted_request_is_not_overtaken_for_ever() -> None:
     """RB-083: a stream of short requests does not starve a long one."""
     rig = EngineRig(num_blocks=14, max_num_seqs=4)
