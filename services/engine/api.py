@@ -89,6 +89,7 @@ class StageTimes:
     handoff_us: int = 0  # CONTINUE: submitted to KV received and verified
     decode_us: int = 0  # first token (CONTINUE: first step) to end
     prefill_chunks: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()  # (tokens, end in us since submitted), the first ones
 
 
 # ---- events -----------------------------------------------------------------------------------

@@ -57,12 +57,17 @@ class SequenceStatus(Enum):
     DONE = "done"
 
 
+MAX_TIMED_CHUNKS = 256  # of one request; later ones are counted, not timed
+
+
 class StageClock:
     """Sums microseconds per stage; every microsecond since the start is in exactly one."""
 
     def __init__(self, stage: str, now: float) -> None:
         self._stage = stage
-        self._since_us = _micros(now)
+        self._since_us = self._start_us = _micros(now)
+        self._num_chunks = 0
+        self._chunks: list[tuple[int, int]] = []
         self._spent_us = {"queue": 0, "prefill": 0, "handoff": 0, "decode": 0}
 
     @property
@@ -76,7 +81,13 @@ class StageClock:
         self._spent_us[self._stage] += now_us - self._since_us
         self._stage, self._since_us = stage, now_us
 
-    def times(self, now: float, prefill_chunks: int) -> StageTimes:
+    def chunk(self, num_tokens: int, now: float) -> None:
+        """A chunk of the prompt was computed."""
+        self._num_chunks += 1
+        if len(self._chunks) < MAX_TIMED_CHUNKS:
+            self._chunks.append((num_tokens, _micros(now) - self._start_us))
+
+    def times(self, now: float) -> StageTimes:
         """Stage times up to `now`; they sum to now minus the start."""
         self.enter(self._stage, now)
         spent = self._spent_us
@@ -85,7 +96,8 @@ class StageClock:
             prefill_us=spent["prefill"],
             handoff_us=spent["handoff"],
             decode_us=spent["decode"],
-            prefill_chunks=prefill_chunks,
+            prefill_chunks=self._num_chunks,
+            chunks=tuple(self._chunks),
         )
 
 
@@ -182,7 +194,6 @@ class Request:
         self.is_offered = False
         self.is_lent = False  # offered, and the sender may still read
         self.num_announced = 0  # blocks named in BlocksSealed so far
-        self.prefill_chunks = 0
         self.cached_tokens: int | None = None  # None until first admitted
         self.computed_tokens = 0
 

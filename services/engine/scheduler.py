@@ -530,7 +530,7 @@ class Scheduler:
             return
         if not seq.is_decoding:
             request.computed_tokens += len(row.token_ids)
-            request.prefill_chunks += 1
+            request.clock.chunk(len(row.token_ids), now)
         seq.num_computed += len(row.token_ids)
         self._blocks.seal_computed(seq)
         if row.tasks and not request.is_forked and not seq.generated:
@@ -586,7 +586,7 @@ class Scheduler:
             self._announce(request)
         if going_on and request.is_lent:
             tail, num_valid = self._blocks.freeze_tail(request.trunk)
-            prefill_us = request.clock.times(now, request.prefill_chunks).prefill_us
+            prefill_us = request.clock.times(now).prefill_us
             self._outbox.append(
                 PrefillFinished(
                     request.key,
@@ -725,7 +725,7 @@ class Scheduler:
             handed_off=handed_off,
             cached_tokens=request.cached_tokens or 0,
             computed_tokens=request.computed_tokens,
-            times=request.clock.times(now, request.prefill_chunks),
+            times=request.clock.times(now),
         )
 
     def _stop_running(self, request: Request, status: SequenceStatus) -> None:

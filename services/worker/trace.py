@@ -75,6 +75,7 @@ class WorkTracer:
             cursor = self._stage(catalog.SPAN_QUEUE_DECODE, work, cursor, times.queue_us)
         else:
             cursor = self._stage(catalog.SPAN_QUEUE_PREFILL, work, cursor, times.queue_us)
+            self._record_chunks(work, cursor, times)
             cursor = self._stage(
                 catalog.SPAN_PREFILL,
                 work,
@@ -86,6 +87,16 @@ class WorkTracer:
             )
         if times.decode_us:
             self._stage(catalog.SPAN_DECODE, work, cursor, times.decode_us)
+
+    def _record_chunks(self, work: _Open, cursor: int, times: StageTimes) -> None:
+        """Each chunk begins where the one before it ended."""
+        done_us = times.queue_us
+        for num_tokens, end_us in times.chunks:
+            duration_us = max(end_us - done_us, 0)
+            cursor = self._stage(
+                catalog.SPAN_PREFILL_CHUNK, work, cursor, duration_us, tokens=num_tokens
+            )
+            done_us += duration_us
 
     def _stage(
         self,

@@ -94,6 +94,6 @@ def test_stage_clock_loses_no_microsecond() -> None:
     for stage, seconds in (("prefill", 0.1234567), ("decode", 0.7654321), ("decode", 0.0000009)):
         now += seconds
         clock.enter(stage, now)
-    times = clock.times(now + 0.5, prefill_chunks=3)
+    times = clock.times(now + 0.5)
     total = times.queue_us + times.prefill_us + times.handoff_us + times.decode_us
     assert total == int((now + 0.5) * 1e6) - int(100.0000004 * 1e6)
