@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
+from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2_grpc
 from services.registry.reader import ReaderConfig, RedisRegistryReader
 from services.registry.schema import namespace_of
@@ -106,11 +108,15 @@ class _RouterProcess:
     async def start(self) -> None:
         """Find the workers, then open the doors; readiness follows the workers."""
         settings = self._config.router
+        check_reference_vector()
         await self._router.start()
         ports = await self._gateway.start(
             f"{settings.grpc_host}:{settings.grpc_port}",
             f"{settings.http_host}:{settings.http_port}",
         )
+        # What is loaded stays: collecting over it would stall every stream.
+        gc.collect()
+        gc.freeze()
         log.info("router.listening", grpc_port=ports.grpc_port, http_port=ports.http_port)
 
     async def drain(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import platform
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from services.common.model_manifest import read_manifest
 from services.engine.api import CacheDelta
 from services.engine.config import EngineConfig
 from services.engine.loop import EngineLoop
+from services.engine.plan import StepPlan, StepResult
 from services.engine.runner import KvStore, Runner
 from services.engine.scheduler import Scheduler
 from services.kv.block_pool import BlockPool
-from services.kv.hashing import HASH_SCHEME
+from services.kv.hashing import HASH_SCHEME, check_reference_vector
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.models.base import Model
@@ -136,6 +138,9 @@ class _Worker:
         await server.start()
         lease.start()
         self._housekeeper = asyncio.create_task(self._keep_house(parts))
+        # What is loaded stays: a full collection over it would stall a step for 0.2 s or more.
+        gc.collect()
+        gc.freeze()
 
     def _bind(self) -> tuple[grpc.aio.Server, int]:
         """Take the port before the slow part, so that a clash is known at once."""
@@ -160,6 +165,7 @@ class _Worker:
 
     def _build(self, port: int) -> Parts:
         config, settings = self._config, self._config.worker
+        check_reference_vector()
         threads = settings.threads or available_cores()
         torch.set_num_threads(threads)
         dispatch.set_num_threads(threads)
@@ -202,10 +208,15 @@ class _Worker:
         )
         store = KvStore(memory, model.device)
         runner = Runner(model, store, manifest.eos_token_ids)
-        engine = EngineLoop(Scheduler(engine_config, pool, store), runner, self._clock)
-        source, sink = self._transfer_ends(memory, identity, worker_id, incarnation)
         tracing = setup_tracing(self._trace_settings(worker_id))
         metrics = Metrics.enabled()
+        engine = EngineLoop(
+            Scheduler(engine_config, pool, store),
+            runner,
+            self._clock,
+            lambda plan, result: _count_step(metrics, plan, result),
+        )
+        source, sink = self._transfer_ends(memory, identity, worker_id, incarnation)
         shell = WorkerShell(
             WorkerIdentity(worker_id, incarnation, manifest, identity.fingerprint),
             engine,
@@ -323,9 +334,13 @@ class _Worker:
     # -- running ------------------------------------------------------------------------------
 
     async def _keep_house(self, parts: Parts) -> None:
+        num_preemptions = 0
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             parts.shell.sweep()
+            seen, num_preemptions = num_preemptions, parts.engine.load().preemptions
+            if num_preemptions > seen:
+                parts.metrics.add(catalog.PREEMPTIONS, num_preemptions - seen)
 
     async def failed(self) -> str:
         """Come back when the engine has died or another process has taken this worker's name."""
@@ -365,6 +380,12 @@ class _Worker:
 
 def _publish(lease: WorkerLease, delta: CacheDelta) -> None:
     lease.publish(delta.added, delta.removed)
+
+
+def _count_step(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
+    metrics.add(catalog.STEPS)
+    metrics.observe(catalog.STEP_TIME, result.elapsed_s)
+    metrics.observe(catalog.STEP_TOKENS, sum(len(row.token_ids) for row in plan.rows))
 
 
 def _block_readings(engine: EngineLoop) -> tuple[Reading, ...]:
