@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from enum import Enum
 
 from services.kv.memory import KvPoolMemory
+from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
 from services.transfer.handshake import (
@@ -23,7 +23,7 @@ from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
 from services.transfer.zmq_plane import MAIN, CurveKeys, DealerLink, Poller, SinkContext, peer_base
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class LinkState(Enum):
@@ -169,14 +169,16 @@ class PeerLink:
     def _up(self, plane: str) -> None:
         self.plane = plane
         self.state = LinkState.UP
-        log.info("transfer.plane", extra={"peer": self.target.worker_id, "plane": plane})
+        log.info("transfer.plane", peer=self.target.worker_id, plane=plane)
 
     def _fall_back(self, reason: str) -> None:
         """Use zmq after memfd failed: never silently, and only if it is allowed."""
         self._close_client()
         log.warning(
             "transfer.plane_fallback",
-            extra={"peer": self.target.worker_id, "reason": reason, "plane": "zmq"},
+            peer=self.target.worker_id,
+            reason=reason,
+            plane="zmq",
         )
         if "zmq" in self._end.planes:
             self._up("zmq")
@@ -187,7 +189,9 @@ class PeerLink:
         self.failure = LinkFailure(code, message)
         log.warning(
             "transfer.link_failed",
-            extra={"peer": self.target.worker_id, "code": code, "error": message},
+            peer=self.target.worker_id,
+            code=code,
+            error=message,
         )
 
     def _close_client(self) -> None:

@@ -6,7 +6,6 @@ gives a beat every turn and nothing is renewed without one.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,13 +13,14 @@ from dataclasses import dataclass, field
 
 from services.common.clock import Clock
 from services.pb import transfer_pb2 as pb
+from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
 from services.transfer.loop import Inbox
 from services.transfer.wire import Message, MessageType, WireError
 from services.transfer.zmq_plane import RENEW, CurveKeys, DealerLink, Poller, SinkContext
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MAX_ASKED = 64
 _MAX_IDS = 4096  # of one RENEW; more than a sink may have open
@@ -169,7 +169,7 @@ class LeaseRenewer:
                 while (message := watch.link.recv()) is not None:
                     self._on_message(watch, message)
             except WireError as error:
-                log.warning("transfer.bad_frame", extra={"reason": error.reason})
+                log.warning("transfer.bad_frame", reason=error.reason)
             if watch.link.broken() is not None:
                 self._close(watch)  # the next tick connects anew
 

@@ -6,7 +6,6 @@ delivered on this thread, the only one that writes them: once it is delivered, n
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -16,16 +15,17 @@ from dataclasses import dataclass, field
 from services.common.clock import Clock
 from services.common.errors import ConfigError
 from services.common.ids import BlockHash, BlockId
-from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
+from services.telemetry.logs import get_logger
 from services.transfer import codec, receiver
 from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
+from services.transfer.block_writer import BlockWriter
 from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.credit import CreditRound
 from services.transfer.handshake import LocalEnd, host_id
 from services.transfer.loop import Inbox, Timers
-from services.transfer.memfd_plane import pull_block
 from services.transfer.peer_link import LinkState, PeerLink
 from services.transfer.receiver import ReceiverAction, ReceiverPolicy, ReceiverTransfer
 from services.transfer.renewer import LeaseRenewer, Target
@@ -41,7 +41,7 @@ from services.transfer.zmq_plane import (
     split_endpoint,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MESSAGES_A_TURN = 32
 _IDLE_WAIT_S = 0.5
@@ -144,7 +144,7 @@ class TransferSink:
         self._waiting: dict[Target, list[_Receive]] = {}  # for a connection
         self._hungry: OrderedDict[_Receive, None] = OrderedDict()
         self._pulling: OrderedDict[_Receive, None] = OrderedDict()
-        self._num_pulled = 0
+        self._writer = BlockWriter(memory, layout, config.digest_sampling)
         self._stop_deadline: float | None = None
         self._thread: threading.Thread | None = None
         self._renewer = LeaseRenewer(
@@ -237,7 +237,7 @@ class TransferSink:
             self._inbox.put(lambda: self._begin_stop(timeout_s / 2))
         thread.join(timeout_s)
         if thread.is_alive():
-            log.error("transfer.sink_stuck", extra={"timeout_s": timeout_s})
+            log.error("transfer.sink_stuck", timeout_s=timeout_s)
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class TransferSink:
             return  # ended meanwhile; SinkReleased was sent
         blocks = [block for block in (*ids, tail_block) if block is not None]
         if any(not 0 <= block < self._memory.num_blocks for block in blocks):
-            log.error("transfer.engine_fault", extra={"request_id": receive.ticket.request_id})
+            log.error("transfer.engine_fault", request_id=receive.ticket.request_id)
             ids, tail_block = (), None  # does not fit the prompt: the receive fails by that
         now = self._clock.now()
         self._apply(receive, receive.machine.reserve(ids, tail_block, now))
@@ -395,7 +395,7 @@ class TransferSink:
             return
         if self._receives.get(link.target):
             if now - link.last_heard > self._config.peer_timeout_s:
-                log.warning("transfer.peer_silent", extra={"peer": link.target.worker_id})
+                log.warning("transfer.peer_silent", peer=link.target.worker_id)
                 self._drop_link(link, is_dead=False)
                 return
         else:
@@ -523,7 +523,7 @@ class TransferSink:
                 self._handle(link, message)
             except WireError as error:
                 self.counters.bad_frames += 1
-                log.warning("transfer.bad_frame", extra={"reason": error.reason})
+                log.warning("transfer.bad_frame", reason=error.reason)
                 self.counters.discarded_frames += link.dealer.discard_rest()
             if link.state is LinkState.DOWN:
                 return
@@ -532,7 +532,7 @@ class TransferSink:
             return
         why = link.dealer.broken()
         if why is not None:
-            log.info("transfer.link_broken", extra={"peer": link.target.worker_id, "reason": why})
+            log.info("transfer.link_broken", peer=link.target.worker_id, reason=why)
             self._drop_link(link, is_dead=False)
 
     def _handle(self, link: PeerLink, message: Message) -> None:
@@ -559,7 +559,7 @@ class TransferSink:
 
     def _on_gap(self, link: PeerLink) -> None:
         self.counters.gaps += 1
-        log.warning("transfer.gap", extra={"peer": link.target.worker_id})
+        log.warning("transfer.gap", peer=link.target.worker_id)
         now = self._clock.now()
         for receive in self._table(link.target):
             self._apply(receive, receive.machine.on_gap(now))
@@ -596,42 +596,24 @@ class TransferSink:
                 link.dealer.skip_block()
                 self.counters.discarded_frames += 1
                 continue
-            is_good = link.dealer.recv_block(self._memory.blocks[dest])
-            self._judge_block(receive, index, dest, is_good, "length")
+            wrong = self._writer.receive(machine, index, dest, link.dealer.recv_block)
+            self._on_verdict(receive, index, wrong)
         if machine.credit_wanted():
             self._hungry[receive] = None
 
     # ---- blocks -------------------------------------------------------------------------------
 
-    def _judge_block(
-        self, receive: _Receive, index: int, dest: BlockId, is_good: bool, why: str
-    ) -> None:
-        machine = receive.machine
-        if is_good and self._must_verify(receive):
-            is_good, why = self._verify(machine, index, dest), "digest"
-        if not is_good:
+    def _on_verdict(self, receive: _Receive, index: int, wrong: str | None) -> None:
+        if wrong is not None:
             self.counters.integrity_errors += 1
             log.warning(
                 "transfer.integrity_error",
-                extra={"peer": receive.ticket.worker_id, "reason": why, "plane": receive.plane},
+                peer=receive.ticket.worker_id,
+                reason=wrong,
+                plane=receive.plane,
             )
-        elif index < machine.num_blocks:
-            self._memory.digests[dest] = machine.digests_of(index)
-        self._apply(receive, machine.on_block(index, is_good, self._clock.now(), why))
-
-    def _must_verify(self, receive: _Receive) -> bool:
-        if receive.plane != "memfd":
-            return True
-        self._num_pulled += 1
-        return self._num_pulled % self._config.digest_sampling == 0
-
-    def _verify(self, machine: ReceiverTransfer, index: int, dest: BlockId) -> bool:
-        block = self._memory.blocks[dest]
-        announced = machine.digests_of(index)
-        if index == machine.num_blocks:
-            found = tail_digest(self._layout, block, machine.tail_valid)
-            return found == int(announced[0])
-        return bool((block_digests(self._layout, block) == announced).all())
+        actions = receive.machine.on_block(index, wrong is None, self._clock.now(), wrong or "")
+        self._apply(receive, actions)
 
     def _pull_some(self) -> None:
         end = self._clock.now() + _PULL_SLICE_S
@@ -651,12 +633,8 @@ class TransferSink:
         for pull in machine.take_pulls(_PULLS_A_STEP):
             if machine.dest_of(pull.index) is None:
                 return  # the block before this one ended the receive
-            dest = self._memory.blocks[pull.dest]
-            is_good = pull.source_block < pool.num_blocks and pull_block(
-                pool, pull.source_block, pull.gen, dest
-            )
             done.append(pull.index)
-            self._judge_block(receive, pull.index, pull.dest, is_good, "generation")
+            self._on_verdict(receive, pull.index, self._writer.pull(machine, pool, pull))
         if machine.state is receiver.ReceiverState.PULLING:
             self._send_pulled(receive, done)
 
@@ -667,33 +645,22 @@ class TransferSink:
     def _grant_credit(self) -> None:
         if not self._hungry:
             return
-        used = {target: _outstanding(table) for target, table in self._receives.items()}
-        total = sum(used.values())
+        config = self._config
+        round_ = CreditRound(
+            block_bytes=self._layout.block_bytes,
+            window_bytes=config.window_bytes,
+            budget_bytes=config.receive_budget_bytes,
+            chunk_bytes=config.data_message_bytes,
+            used={target: _outstanding(table) for target, table in self._receives.items()},
+        )
         for receive in list(self._hungry):
             wanted = receive.machine.credit_wanted()
             if wanted == 0:
                 del self._hungry[receive]
                 continue
-            target = receive.target
-            room = min(
-                self._config.window_bytes - used[target],
-                self._config.receive_budget_bytes - total,
-            )
-            size = self._grant_size(wanted, room, is_idle=used[target] == 0)
-            if size == 0:
-                continue
-            used[target] += size
-            total += size
-            self._apply(receive, receive.machine.grant(size, self._clock.now()))
-
-    def _grant_size(self, wanted: int, room: int, *, is_idle: bool) -> int:
-        block_bytes = self._layout.block_bytes
-        size = min(wanted, room) // block_bytes * block_bytes
-        if size <= 0:
-            # A block may be larger than the window; then one at a time.
-            return block_bytes if is_idle else 0
-        worth_it = min(wanted, self._config.data_message_bytes, self._config.window_bytes // 2)
-        return size if size >= worth_it // block_bytes * block_bytes else 0
+            size = round_.grant(receive.target, wanted)
+            if size:
+                self._apply(receive, receive.machine.grant(size, self._clock.now()))
 
     # ---- actions ------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ knows who does (memfd).
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -25,18 +24,21 @@ from services.kv.digest import tail_digest
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
+from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
 from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, TransferStats
 from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.data_pump import DataPump
 from services.transfer.handshake import LocalEnd, answer_hello, host_id
 from services.transfer.loop import Inbox, Timers
 from services.transfer.memfd_plane import HandoverError, PoolServer
+from services.transfer.offered import Offered, SendAction
+from services.transfer.peer_table import Mutes, PeerTable
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
-from services.transfer.values import FinalArgs, FinalBlocks, Peer, ReadyArgs, RejectCode
+from services.transfer.values import FinalBlocks, Peer, RejectCode
 from services.transfer.wire import Message, MessageType, WireError, decode
 from services.transfer.zmq_plane import (
-    DataSent,
     PeerGone,
     Poller,
     RouterPort,
@@ -46,42 +48,12 @@ from services.transfer.zmq_plane import (
     worker_id_of,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
 _MAX_TOMBSTONES = 4096
-_MUTE_S = 60.0
-_MAX_MUTED = 1024
-
-
-@dataclass(slots=True)
-class _Offered:
-    """One offer with what the wire needs of its blocks."""
-
-    offer: Offer
-    machine: SenderTransfer
-    gens: np.ndarray  # u64 [num_blocks], as announced
-    digests: np.ndarray  # u64 [num_blocks, digests_per_block]
-    opened_at: float | None = None
-
-
-@dataclass(slots=True)
-class _PeerInfo:
-    """A decode worker that said HELLO."""
-
-    plane: str  # best plane it may ask for
-    last_heard: float
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A DATA message whose blocks ZMQ still reads."""
-
-    xfer_id: int
-    base: bytes
-    sent: DataSent
 
 
 @dataclass(slots=True)
@@ -142,13 +114,12 @@ class TransferSource:
         self._xfer_ids = itertools.count(1)
         self._inbox = Inbox()
         self._timers = Timers()
-        self._by_key: dict[str, _Offered] = {}
-        self._by_xfer: dict[int, _Offered] = {}
+        self._by_key: dict[str, Offered] = {}
+        self._by_xfer: dict[int, Offered] = {}
         self._tombstones: OrderedDict[int, None] = OrderedDict()
-        self._peers: dict[bytes, _PeerInfo] = {}
-        self._muted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-        self._flights: list[_Flight] = []
-        self._hungry: dict[bytes, OrderedDict[int, None]] = {}
+        self._peers = PeerTable(config.max_peers)
+        self._mutes = Mutes(config.max_bad_frames)
+        self._pump = DataPump(config.max_data_in_flight)
         self._pool_server: PoolServer | None = None
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
@@ -219,7 +190,7 @@ class TransferSource:
             request_id=offer.request_id,
         )
         signed = self._signer.issue(ticket)
-        # The command is queued before the ticket leaves, so it is run before any OPEN is read.
+        # Queued before the ticket leaves: whoever opens the ticket finds it (see _find_offer).
         self._inbox.put(lambda: self._add(xfer_id, offer, num_blocks))
         return signed
 
@@ -258,7 +229,7 @@ class TransferSource:
             self._inbox.put(lambda: self._begin_stop(timeout_s / 2))
         thread.join(timeout_s)
         if thread.is_alive():
-            log.error("transfer.source_stuck", extra={"timeout_s": timeout_s})
+            log.error("transfer.source_stuck", timeout_s=timeout_s)
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -278,8 +249,7 @@ class TransferSource:
 
     def _turn(self) -> None:
         readable = self._poller.wait(self._wait_s())
-        for command in self._inbox.take():
-            self._guarded(command)
+        self._run_commands()
         self._read_router()
         if self._pool_server is not None:
             self._read_pool_server(self._pool_server, readable)
@@ -287,7 +257,11 @@ class TransferSource:
         self._land_flights()
         for route in self._router.flush():
             self._peer_lost(parse_route(route).base)
-        self._pump()
+        self._pump.run(self._send_some)
+
+    def _run_commands(self) -> None:
+        for command in self._inbox.take():
+            self._guarded(command)
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:
@@ -303,7 +277,7 @@ class TransferSource:
             wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
-        if self._flights or self._router.has_backlog:
+        if self._pump.is_flying or self._router.has_backlog:
             wait = min(wait, _FLIGHT_POLL_S)
         return max(0.0, wait)
 
@@ -319,7 +293,7 @@ class TransferSource:
                 self._runtime_dir, self._memory, self._incarnation, self._config.max_peers
             )
         except HandoverError as error:
-            log.warning("transfer.memfd_unavailable", extra={"reason": str(error)})
+            log.warning("transfer.memfd_unavailable", reason=str(error))
             return tuple(plane for plane in planes if plane != "memfd")
         self._pool_server = server
         self._poller.add(server.fileno())
@@ -331,12 +305,7 @@ class TransferSource:
         has_tail = offer.num_tokens % self._layout.block_size != 0
         now = self._clock.now()
         machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now)
-        offered = _Offered(
-            offer=offer,
-            machine=machine,
-            gens=np.zeros(num_blocks, np.uint64),
-            digests=np.zeros((num_blocks, self._layout.digests_per_block), np.uint64),
-        )
+        offered = Offered.make(offer, machine, self._layout.digests_per_block)
         self._by_key[offer.key] = offered
         self._by_xfer[xfer_id] = offered
         self.counters.offers += 1
@@ -356,8 +325,7 @@ class TransferSource:
             self._fault(offered, str(error))
             return
         if offered.machine.closed_reason == "":
-            offered.gens[lo : lo + len(block_ids)] = gens
-            offered.digests[lo : lo + len(block_ids)] = self._memory.digests[index]
+            offered.note_sealed(lo, gens, self._memory.digests[index])
         self._apply(offered, actions)
 
     def _finished(self, key: str, final: FinalInfo) -> None:
@@ -380,10 +348,11 @@ class TransferSource:
             return
         self._apply(offered, actions)
 
-    def _fault(self, offered: _Offered, message: str) -> None:
+    def _fault(self, offered: Offered, message: str) -> None:
         log.error(
             "transfer.engine_fault",
-            extra={"request_id": offered.offer.request_id, "error": message},
+            request_id=offered.offer.request_id,
+            error=message,
         )
         self._apply(offered, offered.machine.cancel(message, self._clock.now()))
 
@@ -416,7 +385,7 @@ class TransferSource:
             actions = offered.machine.cancel("worker stops", now, "stopped")
             self._apply(offered, [a for a in actions if isinstance(a, sender.Release)])
             if key in self._by_key:
-                log.error("transfer.source_not_released", extra={"xfer": offered.machine.xfer_id})
+                log.error("transfer.source_not_released", xfer=offered.machine.xfer_id)
 
     # ---- timers, data -------------------------------------------------------------------------
 
@@ -438,44 +407,34 @@ class TransferSource:
         self._timers.discard(xfer_id)
 
     def _land_flights(self) -> None:
-        landed = [f for f in self._flights if f.sent.is_done()]
-        if not landed:
-            return
-        self._flights = [f for f in self._flights if f not in landed]
         now = self._clock.now()
-        for flight in landed:
-            offered = self._by_xfer.get(flight.xfer_id)
+        for xfer_id in self._pump.landed():
+            offered = self._by_xfer.get(xfer_id)
             if offered is not None:
                 self._apply(offered, offered.machine.on_data_left(now))
 
-    def _pump(self) -> None:
-        for base, queue in list(self._hungry.items()):
-            num_flying = sum(f.base == base for f in self._flights)
-            while queue and num_flying < self._config.max_data_in_flight:
-                xfer_id, _ = queue.popitem(last=False)
-                offered = self._by_xfer.get(xfer_id)
-                owner = offered.machine.owner if offered else None
-                if offered is None or owner is None:
-                    continue
-                if not self._router.can_send_data(owner.route):
-                    queue[xfer_id] = None
-                    break
-                out = offered.machine.take_data()
-                if out is None:
-                    continue
-                queue[xfer_id] = None  # to the back: transfers of one peer take turns
-                num_flying += self._send_data(offered, out)
-            if not queue:
-                del self._hungry[base]
+    def _send_some(self, xfer_id: int) -> bool:
+        """Send one DATA message of a transfer; True if it may have more."""
+        offered = self._by_xfer.get(xfer_id)
+        owner = offered.machine.owner if offered is not None else None
+        if offered is None or owner is None:
+            return False
+        if not self._router.can_send_data(owner.route):
+            return True
+        out = offered.machine.take_data()
+        if out is None:
+            return False
+        self._send_data(offered, out)
+        return True
 
-    def _send_data(self, offered: _Offered, out: DataOut) -> int:
-        """Put one DATA message into ZMQ; return how many are in flight by that."""
+    def _send_data(self, offered: Offered, out: DataOut) -> None:
         now = self._clock.now()
         machine = offered.machine
-        if not self._is_unchanged(offered, out):
+        current = self._memory.gens[np.array(out.block_ids, dtype=np.int64)]
+        if not offered.is_unchanged(out, current):
             self._apply(offered, machine.on_data_left(now))
             self._fault(offered, "a lent block has changed")
-            return 0
+            return
         body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail)
         blocks = [self._memory.blocks[block_id] for block_id in out.block_ids]
         try:
@@ -483,21 +442,11 @@ class TransferSource:
         except BlockingIOError:
             # The pipe filled up in between; the receiver will ask for these blocks again.
             self._apply(offered, machine.on_data_left(now))
-            return 0
         except PeerGone:
             self._apply(offered, machine.on_data_left(now))
             self._peer_lost(out.peer.base)
-            return 0
-        self._flights.append(_Flight(machine.xfer_id, out.peer.base, sent))
-        return 1
-
-    def _is_unchanged(self, offered: _Offered, out: DataOut) -> bool:
-        if out.is_tail:
-            final = offered.machine.final
-            assert final is not None
-            return int(self._memory.gens[out.block_ids[0]]) == final.tail_gen
-        current = self._memory.gens[np.array(out.block_ids, dtype=np.int64)]
-        return bool(np.array_equal(current, offered.gens[list(out.indexes)]))
+        else:
+            self._pump.flying(out.peer.base, machine.xfer_id, sent)
 
     # ---- sockets ------------------------------------------------------------------------------
 
@@ -521,7 +470,7 @@ class TransferSource:
             if received is None:
                 return
             route, frames = received
-            if self._is_muted(route):
+            if self._mutes.is_muted(route, self._clock.now()):
                 continue
             try:
                 self._handle(parse_route(route), decode(frames))
@@ -531,30 +480,14 @@ class TransferSource:
 
     def _bad_frame(self, route: bytes, reason: str) -> None:
         self.counters.bad_frames += 1
-        count, _ = self._muted.pop(route, (0, 0.0))
-        self._muted[route] = (count + 1, self._clock.now() + _MUTE_S)
-        if len(self._muted) > _MAX_MUTED:
-            self._muted.popitem(last=False)
-        if count + 1 == self._config.max_bad_frames:
-            log.warning("transfer.peer_muted", extra={"reason": reason})
-
-    def _is_muted(self, route: bytes) -> bool:
-        entry = self._muted.get(route)
-        if entry is None:
-            return False
-        count, until = entry
-        if self._clock.now() >= until:
-            del self._muted[route]
-            return False
-        return count >= self._config.max_bad_frames
+        if self._mutes.add(route, self._clock.now()):
+            log.warning("transfer.peer_muted", reason=reason)
 
     def _handle(self, peer: Peer, message: Message) -> None:
         header = message.header
         if peer.base[-8:] != header.incarnation.to_bytes(8, "little"):
             raise WireError("incarnation")
-        info = self._peers.get(peer.base)
-        if info is not None:
-            info.last_heard = self._clock.now()
+        self._peers.heard(peer.base, self._clock.now())
         if header.type is MessageType.HELLO:
             self._on_hello(peer, message)
         elif header.type is MessageType.PING:
@@ -571,29 +504,17 @@ class TransferSource:
         answer = answer_hello(self._end, message.body)
         if peer.base[-8:] != answer.incarnation.to_bytes(8, "little"):
             raise WireError("incarnation")
-        if answer.plane is not None and not self._make_room_for(peer.base):
-            body = codec.reject_body(RejectCode.BUSY, 1.0, "too many peers")
-            self._send(peer, MessageType.REJECT, body)
-            return
-        extra = {"peer": answer.worker_id, "plane": answer.plane, "reason": answer.reason}
+        log_fields = {"peer": answer.worker_id, "plane": answer.plane, "reason": answer.reason}
         if answer.plane is None:
             self.counters.incompatible += 1
-            log.warning("transfer.peer_refused", extra=extra)
+            log.warning("transfer.peer_refused", **log_fields)
         else:
-            log.info("transfer.peer_welcome", extra=extra)
-            self._peers[peer.base] = _PeerInfo(answer.plane, self._clock.now())
+            busy = {o.machine.owner.base for o in self._by_key.values() if o.machine.owner}
+            if not self._peers.admit(peer.base, answer.plane, busy, self._clock.now()):
+                self._reject(peer, 0, 0, RejectCode.BUSY, "too many peers", 1.0)
+                return
+            log.info("transfer.peer_welcome", **log_fields)
         self._send(peer, answer.type, answer.body)
-
-    def _make_room_for(self, base: bytes) -> bool:
-        if base in self._peers or len(self._peers) < self._config.max_peers:
-            return True
-        busy = {o.machine.owner.base for o in self._by_key.values() if o.machine.owner}
-        idle = [(info.last_heard, other) for other, info in self._peers.items()]
-        idle = [entry for entry in idle if entry[1] not in busy]
-        if not idle:
-            return False
-        del self._peers[min(idle)[1]]
-        return True
 
     def _on_renew(self, peer: Peer, message: Message) -> None:
         ids = list(codec.parse(pb.Renew, message.body).xfer_ids)
@@ -613,25 +534,23 @@ class TransferSource:
         offered, refusal = self._find_offer(peer, header.xfer_id, request)
         if offered is None or refusal is not None:
             code, detail = refusal or (RejectCode.UNKNOWN, "no such transfer")
-            self._reject(peer, header.xfer_id, header.attempt, code, 0.0, detail)
+            self._reject(peer, header.xfer_id, header.attempt, code, detail)
             return
         args = codec.open_args(request, offered.machine.num_blocks)
         if args.attempt != header.attempt:
             raise WireError("attempt")
-        if args.plane == "memfd" and self._peers[peer.base].plane != "memfd":
+        info = self._peers.get(peer.base)
+        if args.plane == "memfd" and (info is None or info.plane != "memfd"):
             detail = "plane was not agreed"
-            self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, 0.0, detail)
+            self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
             return
-        now = self._clock.now()
-        if offered.opened_at is None:
-            offered.opened_at = now
-        self._apply(offered, offered.machine.on_open(peer, args, now))
+        self._apply(offered, offered.machine.on_open(peer, args, self._clock.now()))
 
     def _find_offer(
         self, peer: Peer, xfer_id: int, request: pb.Open
-    ) -> tuple[_Offered | None, tuple[RejectCode, str] | None]:
+    ) -> tuple[Offered | None, tuple[RejectCode, str] | None]:
         """Return the offer an OPEN means, or why it may not have it."""
-        if peer.base not in self._peers:
+        if self._peers.get(peer.base) is None:
             return None, (RejectCode.AUTH, "OPEN before HELLO")
         try:
             if read_unverified(request.signed_ticket).incarnation != self._incarnation:
@@ -643,6 +562,9 @@ class TransferSource:
             return None, (RejectCode.AUTH, "the ticket is for another transfer")
         if request.head_hi or request.layer_hi or request.wire_dtype:
             return None, (RejectCode.LAYOUT, "partial ranges and conversion are not served")
+        if xfer_id not in self._by_xfer:
+            # The offer may have been made, and its ticket opened, since this turn's commands ran.
+            self._run_commands()
         return self._by_xfer.get(xfer_id), None
 
     def _on_session_message(self, peer: Peer, message: Message) -> None:
@@ -694,87 +616,24 @@ class TransferSource:
 
     # ---- actions ------------------------------------------------------------------------------
 
-    def _apply(self, offered: _Offered, actions: Sequence[SenderAction]) -> None:
+    def _apply(self, offered: Offered, actions: Sequence[SenderAction]) -> None:
         machine = offered.machine
         for action in actions:
             if isinstance(action, sender.Release):
                 self._release(offered, action)
             elif isinstance(action, sender.DataReady):
                 if machine.plane == "zmq":
-                    queue = self._hungry.setdefault(action.peer.base, OrderedDict())
-                    queue[machine.xfer_id] = None
+                    self._pump.wants(action.peer.base, machine.xfer_id)
             else:
                 self._send_action(offered, action)
         if machine.xfer_id in self._by_xfer:
             self._timers.at_latest(machine.xfer_id, machine.next_deadline())
 
-    def _send_action(
-        self,
-        offered: _Offered,
-        action: sender.SendOpened
-        | sender.SendReject
-        | sender.SendReady
-        | sender.SendFinal
-        | sender.SendAbort
-        | sender.SendAborted
-        | sender.SendClosed,
-    ) -> None:
-        xfer_id, attempt, peer = offered.machine.xfer_id, action.attempt, action.peer
+    def _send_action(self, offered: Offered, action: SendAction) -> None:
         if isinstance(action, sender.SendReject):
-            self._reject(peer, xfer_id, attempt, action.code, action.retry_after_s, action.detail)
-            return
-        if isinstance(action, sender.SendReady):
-            ready = self._ready_args(offered, action.lo, action.hi)
-            for _, _, body in codec.ready_bodies(ready):
-                self._send(peer, MessageType.READY, body, xfer_id, attempt)
-            return
-        kind, body = self._simple_body(offered, action)
-        self._send(peer, kind, body, xfer_id, attempt)
-
-    def _simple_body(
-        self,
-        offered: _Offered,
-        action: sender.SendOpened
-        | sender.SendFinal
-        | sender.SendAbort
-        | sender.SendAborted
-        | sender.SendClosed,
-    ) -> tuple[MessageType, bytes]:
-        if isinstance(action, sender.SendOpened):
-            lease_ms = round(action.lease_s * 1000)
-            return MessageType.OPENED, pb.Opened(lease_ms=lease_ms).SerializeToString()
-        if isinstance(action, sender.SendFinal):
-            return MessageType.FINAL, codec.final_body(self._final_args(offered))
-        if isinstance(action, sender.SendAbort):
-            body = pb.Abort(reason=codec.clip(action.reason)).SerializeToString()
-            return MessageType.ABORT, body
-        if isinstance(action, sender.SendAborted):
-            return MessageType.ABORTED, b""
-        return MessageType.CLOSED, b""
-
-    def _ready_args(self, offered: _Offered, lo: int, hi: int) -> ReadyArgs:
-        blocks = offered.machine.block_ids[lo:hi]
-        return ReadyArgs(
-            lo=lo,
-            gens=offered.gens[lo:hi],
-            digests=offered.digests[lo:hi],
-            source_blocks=np.array(blocks, dtype=np.uint32),
-        )
-
-    def _final_args(self, offered: _Offered) -> FinalArgs:
-        final = offered.machine.final
-        assert final is not None
-        has_tail = final.info.tail_block is not None
-        return FinalArgs(
-            first=final.info.first,
-            num_tokens=final.info.num_tokens,
-            num_blocks=offered.machine.num_blocks,
-            tail_valid_tokens=final.info.tail_valid_tokens if has_tail else 0,
-            tail_source_block=final.info.tail_block or 0,
-            tail_gen=final.tail_gen,
-            tail_digest=final.tail_digest,
-            prefill_us=final.info.prefill_us,
-        )
+            self._note_reject(action.peer, action.code, action.detail)
+        for kind, body in offered.messages(action):
+            self._send(action.peer, kind, body, offered.machine.xfer_id, action.attempt)
 
     def _reject(
         self,
@@ -782,16 +641,16 @@ class TransferSource:
         xfer_id: int,
         attempt: int,
         code: RejectCode,
-        retry_after_s: float,
         detail: str,
+        retry_after_s: float = 0.0,
     ) -> None:
-        self.counters.rejects[code.name] = self.counters.rejects.get(code.name, 0) + 1
-        log.info(
-            "transfer.rejected",
-            extra={"peer": worker_id_of(peer.base), "code": code.name, "detail": detail},
-        )
+        self._note_reject(peer, code, detail)
         body = codec.reject_body(code, retry_after_s, detail)
         self._send(peer, MessageType.REJECT, body, xfer_id, attempt)
+
+    def _note_reject(self, peer: Peer, code: RejectCode, detail: str) -> None:
+        self.counters.rejects[code.name] = self.counters.rejects.get(code.name, 0) + 1
+        log.info("transfer.rejected", peer=worker_id_of(peer.base), code=code.name, detail=detail)
 
     def _send(
         self, peer: Peer, kind: MessageType, body: bytes, xfer_id: int = 0, attempt: int = 0
@@ -801,12 +660,13 @@ class TransferSource:
         except PeerGone as error:
             log.info(
                 "transfer.peer_gone",
-                extra={"peer": worker_id_of(peer.base), "reason": str(error)},
+                peer=worker_id_of(peer.base),
+                reason=str(error),
             )
             # Noted by a command: the caller is in the middle of one session's actions.
             self._inbox.put(lambda: self._peer_lost(peer.base))
 
-    def _release(self, offered: _Offered, action: sender.Release) -> None:
+    def _release(self, offered: Offered, action: sender.Release) -> None:
         machine, key = offered.machine, offered.offer.key
         self._by_key.pop(key, None)
         with self._lock:

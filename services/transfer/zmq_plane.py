@@ -7,7 +7,6 @@ without HANDOVER; blocking sends; unlimited message size; recv_into truncates si
 from __future__ import annotations
 
 import ipaddress
-import logging
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -22,11 +21,12 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ConfigError
+from services.telemetry.logs import get_logger
 from services.transfer.config import MIB, TransferConfig
 from services.transfer.values import Peer
 from services.transfer.wire import Header, Message, MessageType, WireError, decode, encode
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAIN, RENEW = b"m", b"r"  # channels of one peer
 _SUFFIX_BYTES = 1 + 4  # channel, connection number

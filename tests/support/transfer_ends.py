@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -65,6 +66,7 @@ class Events:
 
     def __call__(self, event: Any) -> None:
         """Take one event."""
+        print(f"{time.monotonic():.3f}", event, file=sys.stderr)  # shown with a test that fails
         with self._changed:
             self.all.append(event)
             self._changed.notify_all()

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 import zmq.auth
 
+from services.pb import transfer_pb2 as pb
+from services.pb.common_pb2 import PLANE_ZMQ
 from services.transfer.config import KIB, MIB, TransferConfig
 from services.transfer.wire import Header, MessageType, encode
 from services.transfer.zmq_plane import MAIN, peer_base
@@ -234,15 +235,15 @@ def test_a_peer_that_talks_nonsense_is_muted(prefill: PrefillEnd) -> None:
 
 
 def test_open_before_hello_is_refused(prefill: PrefillEnd) -> None:
-    from services.pb import transfer_pb2 as pb
-
     ticket, _ = prefill.offer_all("k", 40)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
         dealer.setsockopt(zmq.IDENTITY, peer_base("evil", 7) + MAIN + b"1234")
         dealer.connect(prefill.source.endpoint)
-        body = pb.Open(signed_ticket=ticket, attempt=1, have=b"\0", plane=5).SerializeToString()
+        body = pb.Open(
+            signed_ticket=ticket, attempt=1, have=b"\0", plane=PLANE_ZMQ
+        ).SerializeToString()
         dealer.send_multipart(list(encode(Header(MessageType.OPEN, 7, 1, 1), body)))
         assert dealer.poll(2_000)
         reply = pb.Reject.FromString(dealer.recv_multipart()[1])
@@ -293,8 +294,9 @@ def test_curve_admits_the_clusters_key_and_no_other(tmp_path: Path) -> None:
         assert outcome(ends["good"].events.wait("good")) == "ready"
         assert same_content(prefill, "k2", ends["good"], blocks, 4)
     finally:
-        for end in (*ends.values(), prefill):
+        for end in ends.values():
             end.stop()
+        prefill.stop()
 
 
 # ---- planes -----------------------------------------------------------------------------------
@@ -327,12 +329,14 @@ def test_reused_block_is_never_delivered_over_memfd(tmp_path: Path) -> None:
         ticket, offer = prefill.offer("k", 64)
         prefill.seal("k", 0, 4)
         prefill.finish("k", 64)
+        decode.open("k", ticket, offer)
+        wait_until(lambda: decode.sink.planes())  # HELLO is answered after the announcements
         prefill.memory.gens[prefill.lent["k"][1]] += 2
-        decode.receive("k", ticket, offer)
+        decode.reserve("k", offer)
         failed = decode.events.wait("k")
         assert (failed.code, failed.can_recompute) == ("handoff_failed", True)
         assert decode.sink.counters.integrity_errors == FAST.max_nacks + 1
-        assert np.array_equal(decode.sink.counters.ready, 0)
+        assert decode.sink.counters.ready == 0
     finally:
         decode.stop()
         prefill.stop()

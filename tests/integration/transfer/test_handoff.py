@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from services.common.errors import RequestError
-from services.common.ids import BlockHash
+from services.common.ids import BlockHash, BlockId
 from services.transfer.api import SinkReady
 from services.transfer.config import TransferConfig
 from services.transfer.ticket import TicketSigner, read_unverified
@@ -79,8 +80,9 @@ def test_delivers_exactly_the_prefills_blocks_and_first_tokens(
     assert decode.sink.planes() == {"prefill-0": config.planes[0]}
     assert prefill.source.num_open() == decode.sink.num_open() == 0
     full = num_tokens // 16
-    sent, got = prefill.lent["p"][:full], blocks[:full]
-    assert np.array_equal(prefill.memory.digests[sent], decode.memory.digests[got])
+    for sent, got in zip(prefill.lent["p"][:full], blocks[:full], strict=True):
+        assert got is not None
+        assert np.array_equal(prefill.memory.digests[sent], decode.memory.digests[got])
 
 
 def test_decode_pulls_while_prefill_computes(prefill: PrefillEnd, decode: DecodeEnd) -> None:
@@ -90,14 +92,16 @@ def test_decode_pulls_while_prefill_computes(prefill: PrefillEnd, decode: Decode
         prefill.seal("p", lo, count)
         last = blocks[lo + count - 1]
         assert last is not None
-        sent = prefill.lent["p"][lo + count - 1]
-        wait_until(
-            lambda a=sent, b=last: (decode.memory.digests[b] == prefill.memory.digests[a]).all()
-        )
+        announced = prefill.memory.digests[prefill.lent["p"][lo + count - 1]]
+        wait_until(partial(_has_digests, decode, last, announced))
         assert decode.events.of("d") == []  # not before FINAL
     prefill.finish("p", 100)
     assert outcome(decode.events.wait("d")) == "ready"
     assert same_content(prefill, "p", decode, blocks, 100 % 16)
+
+
+def _has_digests(decode: DecodeEnd, block: BlockId, digests: np.ndarray) -> bool:
+    return bool((decode.memory.digests[block] == digests).all())
 
 
 def test_blocks_decode_has_do_not_move(prefill: PrefillEnd, decode: DecodeEnd) -> None:
@@ -155,7 +159,7 @@ def test_many_transfers_at_once_between_several_peers(
                 prefill.seal(key, 8, extra)
             prefill.finish(key, offer.num_tokens)
         for prefill, decode, key, offer, blocks in runs:
-            assert outcome(decode.events.wait(key)) == "ready"
+            assert isinstance(decode.events.wait(key), SinkReady), decode.events.of(key)
             assert outcome(prefill.events.wait(key)) == "done"
             assert same_content(prefill, key, decode, blocks, offer.num_tokens % 16)
         for decode in decodes:
@@ -163,8 +167,10 @@ def test_many_transfers_at_once_between_several_peers(
                 ("prefill-0", "prefill-1"), config.planes[0]
             )
     finally:
-        for end in (*prefills, *decodes):
-            end.stop()
+        for prefill in prefills:
+            prefill.stop()
+        for decode in decodes:
+            decode.stop()
 
 
 # ---- cancel -----------------------------------------------------------------------------------
@@ -235,7 +241,7 @@ def test_cancel_unknown_keys_is_harmless(prefill: PrefillEnd, decode: DecodeEnd)
     prefill.source.cancel("nobody", "x")
     decode.sink.cancel("nobody", "x")
     decode.sink.reserve("nobody", [], None)
-    prefill.source.blocks_sealed("nobody", 0, [1])
+    prefill.source.blocks_sealed("nobody", 0, [BlockId(1)])
     ticket, offer = prefill.offer_all("p", 20)
     decode.receive("d", ticket, offer)
     assert outcome(decode.events.wait("d")) == "ready"
@@ -347,7 +353,7 @@ def test_unsealed_block_is_never_offered(prefill: PrefillEnd, decode: DecodeEnd)
     ticket, offer = prefill.offer("p", 16)
     decode.receive("d", ticket, offer)
     prefill.memory.gens[3] = 5  # being written
-    prefill.source.blocks_sealed("p", 0, [3])
+    prefill.source.blocks_sealed("p", 0, [BlockId(3)])
     assert outcome(prefill.events.wait("p")) == "aborted"
     assert outcome(decode.events.wait("d")) == "handoff_failed"
 

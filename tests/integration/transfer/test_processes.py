@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.transfer.api import Offer
+from services.transfer.ticket import TicketSigner, read_unverified
 from tests.support.transfer_ends import (
     FAST,
     DecodeEnd,
@@ -137,38 +139,18 @@ def test_frozen_prefill_is_given_up_by_ping(spawn: Spawn, decode: DecodeEnd) -> 
 
 
 def test_restarted_prefill_refuses_the_old_ticket(
-    plane: str, tmp_path: Path, decode: DecodeEnd
+    plane: str, tmp_path: Path, decode: DecodeEnd, prefill: PrefillEnd
 ) -> None:
     """RB-099, fencing: a new life at the same address is another worker."""
     first = make_prefill(tmp_path, with_planes(FAST, plane))
     ticket, offer = first.offer_all("k", 40)
-    port = int(first.source.endpoint.rsplit(":", 1)[1])
     first.stop()
-    second = _restart_on(port, tmp_path, plane)
-    try:
-        decode.receive("k", ticket, offer)
-        failed = decode.events.wait("k")
-        assert failed.code == "handoff_failed"
-        assert "restarted" in failed.message
-    finally:
-        second.stop()
-
-
-def _restart_on(port: int, tmp_path: Path, plane: str) -> PrefillEnd:
-    """Start sources until one has the port; the kernel hands free ports out in no order."""
-    import services.transfer.zmq_plane as zmq_plane
-
-    original = zmq_plane.zmq.Socket.bind_to_random_port
-
-    def bind(self: object, address: str) -> int:
-        self.bind(f"{address}:{port}")  # type: ignore[attr-defined]  # a socket
-        return port
-
-    zmq_plane.zmq.Socket.bind_to_random_port = bind  # type: ignore[method-assign,assignment]
-    try:
-        return make_prefill(tmp_path, with_planes(FAST, plane))
-    finally:
-        zmq_plane.zmq.Socket.bind_to_random_port = original  # type: ignore[method-assign]
+    # The new life has the address the ticket names.
+    moved = replace(read_unverified(ticket), zmq_endpoint=prefill.source.endpoint)
+    decode.receive("k", TicketSigner().issue(moved), offer)
+    failed = decode.events.wait("k")
+    assert failed.code == "handoff_failed"
+    assert "restarted" in failed.message
 
 
 def test_restarted_decode_gets_through_and_its_old_life_does_not(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.common.ids import BlockId
 from services.transfer import receiver as rx
 from services.transfer import sender as tx
 from services.transfer.values import FinalArgs, OpenArgs, Peer, ReadyArgs, RejectCode
@@ -45,7 +46,7 @@ def _step(world: World, code: int, number: int) -> None:
         9: lambda: world.reserve(decode),
         10: lambda: world.seal(1 + number % 3),
         11: world.finish,
-        12: lambda: (world.pump(), world.pull(decode))[0],
+        12: lambda: _move_data(world, decode),
         13: lambda: world.advance(0.25 * (1 + number % 30)),
         14: lambda: world.break_connection(decode) if number % 3 == 0 else None,
         15: lambda: _rare(world, decode, number),
@@ -53,6 +54,11 @@ def _step(world: World, code: int, number: int) -> None:
         17: world.pump,
     }
     others.get(code, world.tick)()
+
+
+def _move_data(world: World, decode: Decode) -> None:
+    world.pump()
+    world.pull(decode)
 
 
 def _rare(world: World, decode: Decode, number: int) -> None:
@@ -171,6 +177,7 @@ def test_blocks_stay_until_quiet_whenever_the_abort_comes(plane: str, after: int
 
 # ---- sender -----------------------------------------------------------------------------------
 
+BLOCKS = [BlockId(4), BlockId(5)]
 A = Peer(b"a\0" + bytes(8), b"a\0" + bytes(8) + b"m1234")
 B = Peer(b"b\0" + bytes(8), b"b\0" + bytes(8) + b"m1234")
 
@@ -204,7 +211,7 @@ def test_lease_runs_out_without_renewal_and_holds_with_it() -> None:
 
 def test_duplicate_open_is_replayed() -> None:
     sender = _sender()
-    sender.on_sealed(0, [4, 5])
+    sender.on_sealed(0, BLOCKS)
     first = sender.on_open(A, _open(), 1.0)
     assert sender.on_open(A, _open(), 1.1) == first
     assert tx.SendReady(A, 1, 0, 2) in first
@@ -233,7 +240,7 @@ def test_higher_attempt_fences_the_lower() -> None:
 
 def test_release_waits_for_data_that_is_still_read() -> None:
     sender = _sender()
-    sender.on_sealed(0, [4, 5])
+    sender.on_sealed(0, BLOCKS)
     sender.on_open(A, _open(), 1.0)
     sender.on_credit(A, 1, BLOCK_BYTES)
     out = sender.take_data()
@@ -254,7 +261,7 @@ def test_a_memfd_reader_must_say_that_it_stopped() -> None:
 
 def test_a_block_is_sent_again_at_most_twice() -> None:
     sender = _sender()
-    sender.on_sealed(0, [4, 5])
+    sender.on_sealed(0, BLOCKS)
     sender.on_open(A, _open(), 1.0)
     sender.on_credit(A, 1, 100 * BLOCK_BYTES)
     sender.take_data()
@@ -281,7 +288,7 @@ def test_done_before_final_is_no_success() -> None:
 def test_blocks_must_be_sealed_in_order() -> None:
     sender = _sender()
     with pytest.raises(ValueError, match="expected 0"):
-        sender.on_sealed(1, [4])
+        sender.on_sealed(1, BLOCKS)
 
 
 # ---- receiver ---------------------------------------------------------------------------------
@@ -292,7 +299,7 @@ def _pulling(num_tokens: int = 32, plane: str = "zmq") -> rx.ReceiverTransfer:
     machine = rx.ReceiverTransfer(num_tokens, have, RECEIVER_POLICY, now=0.0)
     machine.on_connected(plane, 0.1)
     machine.on_opened(0.2)
-    machine.reserve([10, 11][: len(have)], 12 if num_tokens % 16 else None, 0.3)
+    machine.reserve([BlockId(10), BlockId(11)][: len(have)], None, 0.3)
     return machine
 
 

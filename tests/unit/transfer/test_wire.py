@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pb import transfer_pb2 as pb
+from services.pb.common_pb2 import PLANE_NCCL
 from services.transfer import codec
 from services.transfer.api import FirstTokenInfo
 from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode
@@ -89,7 +91,7 @@ def test_an_oversized_body_is_not_even_sent() -> None:
 @given(st.binary(max_size=300), st.integers(0, 40))
 def test_bodies_of_random_bytes_raise_wire_errors_only(body: bytes, num_blocks: int) -> None:
     """RB-121: the parsers raise nothing but the typed error, whatever comes."""
-    parsers = [
+    parsers: list[Callable[[], object]] = [
         lambda: codec.ready_args(body, num_blocks, 4),
         lambda: codec.data_indexes(body, 2, num_blocks),
         lambda: codec.nack_args(body),
@@ -149,6 +151,6 @@ def test_an_unknown_reject_code_is_a_refusal_all_the_same() -> None:
 
 
 def test_an_unknown_plane_is_refused() -> None:
-    body = pb.Open(plane=4, have=b"\0").SerializeToString()  # a plane this build has not
+    body = pb.Open(plane=PLANE_NCCL, have=b"\0").SerializeToString()  # a plane this build has not
     with pytest.raises(WireError, match="plane"):
         codec.open_args(codec.parse(pb.Open, body), 8)

@@ -1,0 +1,99 @@
+"""One offer as the source keeps it, and the messages its session sends about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.pb import transfer_pb2 as pb
+from services.transfer import codec, sender
+from services.transfer.api import Offer
+from services.transfer.sender import DataOut, SenderTransfer
+from services.transfer.values import FinalArgs, ReadyArgs, U64Array
+from services.transfer.wire import MessageType
+
+SendAction = (
+    sender.SendOpened
+    | sender.SendReject
+    | sender.SendReady
+    | sender.SendFinal
+    | sender.SendAbort
+    | sender.SendAborted
+    | sender.SendClosed
+)
+
+
+@dataclass(slots=True)
+class Offered:
+    """An offer, its session, and what stood beside its blocks when they were announced."""
+
+    offer: Offer
+    machine: SenderTransfer
+    gens: U64Array  # [num_blocks]
+    digests: U64Array  # [num_blocks, digests_per_block]
+
+    @classmethod
+    def make(cls, offer: Offer, machine: SenderTransfer, digests_per_block: int) -> Offered:
+        """Make room for what will be announced."""
+        gens = np.zeros(machine.num_blocks, np.uint64)
+        digests = np.zeros((machine.num_blocks, digests_per_block), np.uint64)
+        return cls(offer, machine, gens, digests)
+
+    def note_sealed(self, lo: int, gens: U64Array, digests: U64Array) -> None:
+        """Keep what is announced of blocks from `lo` on."""
+        self.gens[lo : lo + len(gens)] = gens
+        self.digests[lo : lo + len(gens)] = digests
+
+    def is_unchanged(self, out: DataOut, current_gens: U64Array) -> bool:
+        """Tell whether the blocks about to be sent still are what was announced."""
+        if out.is_tail:
+            final = self.machine.final
+            return final is not None and int(current_gens[0]) == final.tail_gen
+        return bool(np.array_equal(current_gens, self.gens[list(out.indexes)]))
+
+    def messages(self, action: SendAction) -> Iterator[tuple[MessageType, bytes]]:
+        """Yield what to send for an action; a long READY is several messages."""
+        if isinstance(action, sender.SendReady):
+            for _, _, body in codec.ready_bodies(self._ready(action.lo, action.hi)):
+                yield MessageType.READY, body
+        elif isinstance(action, sender.SendReject):
+            body = codec.reject_body(action.code, action.retry_after_s, action.detail)
+            yield MessageType.REJECT, body
+        elif isinstance(action, sender.SendOpened):
+            lease_ms = round(action.lease_s * 1000)
+            yield MessageType.OPENED, pb.Opened(lease_ms=lease_ms).SerializeToString()
+        elif isinstance(action, sender.SendFinal):
+            yield MessageType.FINAL, codec.final_body(self._final())
+        elif isinstance(action, sender.SendAbort):
+            body = pb.Abort(reason=codec.clip(action.reason)).SerializeToString()
+            yield MessageType.ABORT, body
+        elif isinstance(action, sender.SendAborted):
+            yield MessageType.ABORTED, b""
+        else:
+            yield MessageType.CLOSED, b""
+
+    def _ready(self, lo: int, hi: int) -> ReadyArgs:
+        return ReadyArgs(
+            lo=lo,
+            gens=self.gens[lo:hi],
+            digests=self.digests[lo:hi],
+            source_blocks=np.array(self.machine.block_ids[lo:hi], dtype=np.uint32),
+        )
+
+    def _final(self) -> FinalArgs:
+        final = self.machine.final
+        assert final is not None, "FINAL is sent once there is one"
+        info = final.info
+        has_tail = info.tail_block is not None
+        return FinalArgs(
+            first=info.first,
+            num_tokens=info.num_tokens,
+            num_blocks=self.machine.num_blocks,
+            tail_valid_tokens=info.tail_valid_tokens if has_tail else 0,
+            tail_source_block=info.tail_block or 0,
+            tail_gen=final.tail_gen,
+            tail_digest=final.tail_digest,
+            prefill_us=info.prefill_us,
+        )
