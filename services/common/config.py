@@ -102,6 +102,9 @@ class WorkerSettings(Section):
         "127.0.0.1", "address the gRPC server and the KV plane bind", public=True
     )
     grpc_port: int = setting(0, "port of the gRPC server; 0 = any free", ge=0, le=65_535)
+    metrics_port: int | None = setting(
+        None, "port of /metrics on bind_host; 0 = any free, null = none", ge=0, le=65_535
+    )
     advertise_host: str = setting(
         "", "host name others reach this worker by; empty = bind_host", public=True
     )

@@ -44,6 +44,7 @@ from services.runtime.threads import available_cores
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics, Reading
+from services.telemetry.metrics_http import MetricsServer
 from services.telemetry.tracing import TraceSettings, Tracing, setup_tracing
 from services.transfer.config import TransferConfig
 from services.transfer.sink import TransferSink
@@ -113,6 +114,7 @@ class _Worker:
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._housekeeper: asyncio.Task[None] | None = None
+        self._metrics_server: MetricsServer | None = None
 
     def remove_runtime_dir(self) -> None:
         """Remove the directory this process made for itself, if it made one."""
@@ -129,6 +131,7 @@ class _Worker:
             raise
         self._parts = parts
         self._set_gauges(parts)
+        self._serve_metrics(parts.metrics)
         loop = asyncio.get_running_loop()
         lease = parts.lease
         parts.shell.start(loop, lambda delta: _publish(lease, delta))
@@ -331,6 +334,15 @@ class _Worker:
             ),
         )
 
+    def _serve_metrics(self, metrics: Metrics) -> None:
+        settings = self._config.worker
+        if settings.metrics_port is None:
+            return
+        server = MetricsServer(metrics, settings.bind_host, settings.metrics_port)
+        server.start()
+        self._metrics_server = server
+        log.info("worker.metrics_listening", port=server.port)
+
     # -- running ------------------------------------------------------------------------------
 
     async def _keep_house(self, parts: Parts) -> None:
@@ -372,6 +384,8 @@ class _Worker:
             self._parts.memory.close()
 
     def _stop_threads(self, parts: Parts) -> None:
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
         parts.lease.stop()
         parts.shell.stop(STOP_THREADS_S)
         parts.tracing.shutdown(1.0)

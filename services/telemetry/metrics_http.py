@@ -1,0 +1,82 @@
+"""/metrics of processes that have no HTTP front door, on a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from services.common.errors import ConfigError
+from services.telemetry.metrics import CONTENT_TYPE, Metrics
+
+_REQUEST_TIMEOUT_S = 5.0
+
+
+class MetricsServer:
+    """Answers GET and HEAD of /metrics on one address; everything else is 404."""
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        """Bind; port 0 takes any free one. Raises ConfigError when the address is taken."""
+
+        class Handler(_Handler):
+            """Bound to this process's metrics."""
+
+            source = metrics
+
+        class Server(ThreadingHTTPServer):
+            """On the address family of the host."""
+
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for /metrics") from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics-http", daemon=True
+        )
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        """Serve from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the socket and end the thread."""
+        if self._thread.ident is not None:
+            self._server.shutdown()
+            self._thread.join(_REQUEST_TIMEOUT_S)
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    source: Metrics
+    timeout = _REQUEST_TIMEOUT_S
+    server_version = "isthmus"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404)
+            return
+        body = self.source.render()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not worth a log line each."""
