@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,8 +11,9 @@ from pathlib import Path
 from services.common.clock import Clock
 from services.common.errors import ConfigError, RequestError
 from services.gateway.keys import KeyRecord, hash_key, key_id_of, read_keys
+from services.telemetry.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MAX_KEY_CHARS = 256
 
@@ -126,11 +126,11 @@ class Authenticator:
             self._records, self._seen = {}, None
             return
         except (ConfigError, OSError) as error:
-            log.error("gateway.keys_file_unreadable", extra={"reason": type(error).__name__})
+            log.error("gateway.keys_file_unreadable", reason=type(error).__name__)
             return
         self._records = {record.key_id: record for record in content.keys}
         self._seen = seen
-        log.info("gateway.keys_loaded", extra={"num_keys": len(self._records)})
+        log.info("gateway.keys_loaded", num_keys=len(self._records))
 
 
 def _presented_key(headers: Mapping[str, str]) -> str:

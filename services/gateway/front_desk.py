@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator
 
 from services.common.clock import Clock
@@ -17,8 +16,9 @@ from services.gateway.shared_run import SharedRun
 from services.gateway.spec import GenerateSpec
 from services.gateway.validate import Arrival, deadline_of
 from services.router.api import RouterOutput, RouterPort
+from services.telemetry.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 # The router ends a request at its deadline; the doors only step in if it does not.
 DEADLINE_GRACE_S = 1.0
@@ -124,10 +124,10 @@ class FrontDesk:
             if _is_own_cancel():
                 raise
             # Some task under us was cancelled, not us: the client still waits for an answer.
-            log.exception("gateway.request_cut_off", extra={"request_id": arrival.request_id})
+            log.exception("gateway.request_cut_off", request_id=arrival.request_id)
             raise cut_off_error() from None
         except Exception:  # outermost for one request: log, answer, let the others go on
-            log.exception("gateway.request_failed", extra={"request_id": arrival.request_id})
+            log.exception("gateway.request_failed", request_id=arrival.request_id)
             raise internal_error(arrival.request_id) from None
         finally:
             self._num_open -= 1

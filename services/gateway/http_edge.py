@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +18,9 @@ from services.gateway.auth import HTTP_POLICY, Authenticator, Caller, check_poli
 from services.gateway.errors import cut_off_error, internal_error
 from services.gateway.hooks import GatewayHooks, RequestRecord
 from services.gateway.http_io import ClientGone, Responder
+from services.telemetry.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _EXCHANGE_KEY = "isthmus.exchange"
 
@@ -126,7 +126,7 @@ class HttpEdge:
                 raise
             await _refuse(exchange, cut_off_error())
         except Exception:  # outermost for one request
-            log.exception("gateway.http_failed", extra={"request_id": exchange.request_id})
+            log.exception("gateway.http_failed", request_id=exchange.request_id)
             await _refuse(exchange, internal_error(exchange.request_id))
 
     def _record(self, exchange: Exchange) -> None:

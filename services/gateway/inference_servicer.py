@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -33,8 +32,9 @@ from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.router.api import ChoiceEnd, Chunk, RouterOutput
+from services.telemetry.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of whichever RPC
 _MAX_TRANSPORT_DEADLINE_S = 1e9  # grpc reports "no deadline" as a huge number on some paths
@@ -87,7 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             # A handler that lets this out never answers, and its client hangs.
             failure = cut_off_error()
         except Exception:  # outermost for one request
-            log.exception("gateway.grpc_failed", extra={"request_id": progress.request_id})
+            log.exception("gateway.grpc_failed", request_id=progress.request_id)
             failure = internal_error(progress.request_id)
         finally:
             if failure is not None:

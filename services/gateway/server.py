@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,10 @@ from services.gateway.prepare import Preparer, TextPool
 from services.gateway.reflection import V1, V1ALPHA, add_reflection
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.router.api import RouterPort
+from services.telemetry.logs import get_logger
 from services.text.tokenizer import TextModel
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 INFERENCE = "isthmus.v1.Inference"
 _HEALTH = "grpc.health.v1.Health"
