@@ -23,6 +23,7 @@ from services.transfer.values import (
     Peer,
     RejectCode,
 )
+from services.transfer.wire import MAX_PAYLOAD_FRAMES
 
 
 class SenderState(Enum):
@@ -365,7 +366,7 @@ class SenderTransfer:
             return None
         budget = min(self._granted - self._sent_bytes, self._policy.data_message_bytes)
         # A block larger than a message still goes, alone, once the credit covers it.
-        limit = max(1, budget // self._policy.block_bytes)
+        limit = min(max(1, budget // self._policy.block_bytes), MAX_PAYLOAD_FRAMES)
         if self._granted - self._sent_bytes < self._policy.block_bytes:
             return None
         indexes = self._next_indexes(limit)

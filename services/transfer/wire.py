@@ -99,6 +99,8 @@ def encode(header: Header, body: bytes = b"") -> tuple[bytes, bytes]:
     limit = _MAX_BODY.get(header.type, _SMALL)
     if len(body) > limit:
         raise WireError("body_too_long")
+    if header.n_payload > MAX_PAYLOAD_FRAMES:
+        raise WireError("payload_count")
     head = _HEADER.pack(
         MAGIC,
         VERSION,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +16,7 @@ import pytest
 
 from services.common.errors import RequestError
 from services.common.ids import BlockHash, BlockId
+from services.kv.layout import KvLayout
 from services.transfer.api import SinkReady
 from services.transfer.config import TransferConfig
 from services.transfer.ticket import TicketSigner, read_unverified
@@ -125,6 +129,43 @@ def test_a_fully_cached_prompt_moves_nothing(prefill: PrefillEnd, decode: Decode
     decode.reserve("d", offer, (True,) * 4)
     assert decode.events.wait("d").stats.size_bytes == 0
     assert outcome(prefill.events.wait("p")) == "done"
+
+
+def test_blocks_of_a_tiny_model_cross_too(config: TransferConfig, tmp_path: Path) -> None:
+    """A DATA message is bounded in frames as well as in bytes."""
+    tiny = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2)
+    prefill = make_prefill(tmp_path, config, 700, tiny)
+    decode = make_decode(config, 700, tiny)
+    try:
+        ticket, offer = prefill.offer_all("p", 16 * 600 + 1)
+        blocks = decode.receive("d", ticket, offer)
+        assert isinstance(decode.events.wait("d"), SinkReady), decode.events.of("d")
+        assert same_content(prefill, "p", decode, blocks, 1)
+    finally:
+        decode.stop()
+        prefill.stop()
+
+
+def test_nothing_is_left_after_many_starts_and_stops(
+    config: TransferConfig, tmp_path: Path
+) -> None:
+    def run() -> None:
+        prefill, decode = make_prefill(tmp_path, config), make_decode(config)
+        ticket, offer = prefill.offer_all("p", 40)
+        decode.receive("d", ticket, offer)
+        assert outcome(decode.events.wait("d")) == "ready"
+        decode.stop()
+        prefill.stop()
+        prefill.memory.close()
+        decode.memory.close()
+
+    run()  # what the first run makes once (a collector thread of the ZMQ binding) is no leak
+    num_fds, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(5):
+        run()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= num_fds
+    assert threading.active_count() <= num_threads
 
 
 def test_open_without_memory_keeps_its_lease(prefill: PrefillEnd, decode: DecodeEnd) -> None:
