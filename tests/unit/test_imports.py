@@ -24,7 +24,6 @@ TORCH_FREE = (
     "services.prefill",
     "services.decode",
     "services.cli",
-    "services.bench",
 )
 TORCH_FREE_MODULES = (
     "services.engine.api",
@@ -36,6 +35,9 @@ TORCH_FREE_MODULES = (
     "services.kv.memory",
     "services.kv.digest",
     "services.models.catalog",
+    "services.bench.local_cluster",
+    "services.bench.result",
+    "services.bench.smoke",
 )
 # Typer itself loads rich and pydantic when a command is looked at.
 SLOW_TO_LOAD = ("torch", "grpc", "numpy", "opentelemetry", "services.models", "services.pb")
