@@ -11,7 +11,7 @@ from services.common.errors import ModelFileError
 from services.common.model_manifest import ModelManifest, read_manifest
 from services.models.base import Model
 from services.models.llama import build_llama
-from services.models.qwen import build_qwen2, build_qwen3
+from services.models.qwen import build_qwen
 from services.models.resolved import (
     CONFIG_NAME,
     TOKENIZER_NAME,
@@ -27,8 +27,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BUILDERS: dict[str, Callable[[Weights], Model]] = {
     "llama": build_llama,
     "mistral": build_llama,
-    "qwen2": build_qwen2,
-    "qwen3": build_qwen3,
+    "qwen2": build_qwen,
+    "qwen3": build_qwen,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from kernels import dispatch
 from services.common.model_manifest import read_manifest
 from services.models import catalog
 from services.models.base import Model
+from services.models.decoder import Decoder
 from services.models.load import load_model
 from tests.support.paged import PagedDriver
 
@@ -76,6 +79,25 @@ def test_greedy_answer_is_the_one_transformers_gives(
         logits = driver.step({"a": answer[-1:]})
     assert answer == expected[0, len(ids) :].tolist()
     assert "Paris" in tokenizer.decode(answer)
+
+
+def test_the_fused_step_has_the_bits_of_the_single_ops(smollm2_dir: Path) -> None:
+    model = load_model(smollm2_dir)
+    assert isinstance(model, Decoder)
+    if model._decoder.native is None:
+        pytest.skip(f"there is no fused step: {dispatch.describe('cpu')}")
+    fused = PagedDriver(model, seed=8)
+    steps: list[tuple[dict[str, list[int]], list[int]]] = [
+        ({"a": list(range(100, 133))}, [32]),
+        ({"a": [7], "b": list(range(40, 60))}, [0, 20]),
+        ({"b": [9], "a": [49_151], "c": [1]}, [2, 0, 1]),
+    ]
+    got = [fused.step(work, rows) for work, rows in steps]
+    model._decoder = replace(model._decoder, native=None)
+    plain = PagedDriver(model, seed=8)
+    for logits, (work, rows) in zip(got, steps, strict=True):
+        assert torch.equal(logits, plain.step(work, rows))
+    assert torch.equal(fused.pool.nan_to_num(7.0), plain.pool.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import dispatch
+from services.models.base import Model
+from services.models.decoder import Decoder
 from services.models.load import load_model
 from services.models.resolved import build_manifest, write_manifest
 from tests.support.paged import PagedDriver
@@ -46,6 +49,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     ("qwen3", {}),
     ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
+]
+# What each sequence gets in a step, and the rows whose logits are wanted (None = all).
+MIXED_STEPS: list[tuple[dict[str, list[int]], list[int] | None]] = [
+    ({"a": [5, 9, 250, 7] * 5}, [19]),
+    ({"a": [11], "b": [4, 8, 15] * 11}, [0]),
+    ({"a": [12], "b": [16], "c": [23, 42] * 9}, None),
+    ({"c": [3, 1, 4, 1, 5], "a": [9], "d": [6] * 17}, []),
+    ({"d": [8], "c": [2], "b": [7], "a": [290]}, [3, 0, 2]),
 ]
 IDS = [(i * 37 + 5) % 290 + 3 for i in range(75)]
 
@@ -161,3 +172,46 @@ def test_model_says_what_it_is(toy_dir: Path) -> None:
         model.config.vocab_size == json.loads((toy_dir / "config.json").read_text())["vocab_size"]
     )
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+
+
+def by_ops(model: Model) -> Model:
+    """Make the model compute op by op, over the same weights."""
+    assert isinstance(model, Decoder)
+    model._decoder = replace(model._decoder, native=None)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_step_has_the_bits_of_the_single_ops(
+    tmp_path: Path, family: str, kv_dtype: torch.dtype
+) -> None:
+    """Prefill chunks and decodes of shuffled blocks in one step; logits and pool bit for bit."""
+    if dispatch.cpu_kernels(torch.empty(0)) is None:
+        pytest.skip(f"there is no fused step: {dispatch.describe('cpu')}")
+    model_dir = make_toy_model(tmp_path, family, num_layers=3)
+    fused, plain = load_model(model_dir), by_ops(load_model(model_dir))
+    assert isinstance(fused, Decoder)
+    assert fused._decoder.native is not None
+    drivers = [PagedDriver(model, seed=4, kv_dtype=kv_dtype) for model in (fused, plain)]
+    for work, rows in MIXED_STEPS:
+        got, expected = (driver.step(work, rows) for driver in drivers)
+        assert torch.equal(got, expected)
+        assert got.isfinite().all()
+        assert torch.equal(*(driver.pool.nan_to_num(7.0) for driver in drivers))
+
+
+def test_weights_are_held_once(tmp_path: Path) -> None:
+    """What the fused step points at is what the single ops read: one copy of every panel."""
+    if dispatch.cpu_kernels(torch.empty(0)) is None:
+        pytest.skip(f"nothing is packed: {dispatch.describe('cpu')}")
+    model = load_model(make_toy_model(tmp_path))
+    assert isinstance(model, Decoder)
+    packed = model._decoder
+    for layer in packed.layers:
+        for part in (layer.qkv, layer.attn_out, layer.gate_up, layer.down):
+            assert part.weight is None
+            assert part.panels is not None
+    assert packed.native is not None
+    pointed_at = packed.native._alive[0]
+    assert all(a is b for a, b in zip(pointed_at, packed.layers, strict=True))
