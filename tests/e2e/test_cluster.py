@@ -76,7 +76,7 @@ def test_official_client_streams_and_does_not(cluster: LocalCluster) -> None:
         logprobs=True,
         top_logprobs=2,
     )
-    parts = []
+    parts: list[str] = []
     usage = None
     for chunk in client.chat.completions.create(
         model=model,
@@ -112,23 +112,18 @@ def test_small_pools_preempt_and_still_give_the_same_tokens(
 ) -> None:
     """RB-014, RB-017, RB-019: pools of few requests neither deadlock nor change an answer."""
     prompts = [[5 + i, *PROMPT[:90]] for i in range(12)]
-    bodies = [
-        request(p, max_tokens=60, ignore_eos=True)  # type: ignore[arg-type]
-        for p in prompts
-    ]
+    bodies = [request(p, max_tokens=60, ignore_eos=True) for p in prompts]
     expected = [generate(cluster.grpc, body).token_ids for body in bodies]
     settings = {"ISTHMUS_MODEL__MAX_MODEL_LEN": "256"}
     flags = ("--num-blocks", "24")
     answers: dict[int, dict[int, list[int]]] = {}
     with LocalCluster(toy_dir, prefill=1, decode=1, flags=flags, settings=settings) as small:
-        threads = [
-            threading.Thread(
-                target=lambda i=i, body=body: answers.update(  # type: ignore[misc]
-                    {i: generate(small.grpc, body).token_ids}
-                )
-            )
-            for i, body in enumerate(bodies)
-        ]
+        address = small.grpc
+
+        def ask(index: int) -> None:
+            answers[index] = generate(address, bodies[index]).token_ids
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -140,8 +135,8 @@ def test_small_pools_preempt_and_still_give_the_same_tokens(
 def test_request_that_can_never_fit_is_refused_with_the_limit(cluster: LocalCluster) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         generate(cluster.grpc, request([5] * 3000, max_tokens=2))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-    assert "2048" in caught.value.details()  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "2048" in (caught.value.details() or "")
 
 
 def test_router_killed_under_load_leaves_no_work_on_the_workers(toy_dir: Path) -> None:
@@ -150,7 +145,7 @@ def test_router_killed_under_load_leaves_no_work_on_the_workers(toy_dir: Path) -
         address = cluster.grpc
         channel = grpc.insecure_channel(address)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        body = request(PROMPT[:40], max_tokens=1500, ignore_eos=True)  # type: ignore[arg-type]
+        body = request(PROMPT[:40], max_tokens=1500, ignore_eos=True)
         calls = [stub.Generate(body, timeout=30) for _ in range(4)]
         for call in calls:
             next(iter(call))

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import grpc
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from services.bench.local_cluster import LocalCluster as Cluster
-from services.pb import inference_pb2_grpc
+from services.pb import inference_pb2, inference_pb2_grpc
 from tests.support.generate import collect, generate, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,7 +42,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        body = request(self.tokens, max_tokens=LONG, ignore_eos=True)  # type: ignore[arg-type]
+        body = request(self.tokens, max_tokens=LONG, ignore_eos=True)
         with grpc.insecure_channel(self.address) as channel:
             call = inference_pb2_grpc.InferenceStub(channel).Generate(body, timeout=60)
             try:
@@ -53,18 +53,20 @@ class Stream(threading.Thread):
                 self.error = error
             self.ended_at = time.monotonic()
 
-    def _noting_first(self, call: object) -> Iterator[object]:
-        for index, frame in enumerate(call):  # type: ignore[arg-type,var-annotated]
+    def _noting_first(
+        self, frames: Iterable[inference_pb2.GenerateFrame]
+    ) -> Iterator[inference_pb2.GenerateFrame]:
+        for index, frame in enumerate(frames):
             if index == 3:
                 self.first.set()
             yield frame
 
 
-def wait_for(condition: object, timeout_s: float, what: str) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Poll until true; fail with what was waited for."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        if condition():  # type: ignore[operator]
+        if condition():
             return
         time.sleep(0.05)
     pytest.fail(f"not within {timeout_s} s: {what}")
@@ -91,8 +93,8 @@ def test_killed_decode_worker_cuts_only_its_own_streams(cluster: Cluster) -> Non
     assert 0 < len(cut) < len(streams)
     for stream in cut:
         assert stream.error is not None
-        assert stream.error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-        assert "worker_lost" in stream.error.details()  # type: ignore[attr-defined]
+        assert stream.error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "worker_lost" in (stream.error.details() or "")
         assert stream.ended_at - killed_at < 1.0
 
     def is_back() -> bool:
@@ -137,7 +139,7 @@ def test_cancelled_stream_frees_its_blocks_on_both_sides(cluster: Cluster) -> No
         stub = inference_pb2_grpc.InferenceStub(channel)
         for _ in range(10):
             call = stub.Generate(
-                request([3, 4, 5] * 20, max_tokens=LONG, ignore_eos=True),  # type: ignore[arg-type]
+                request([3, 4, 5] * 20, max_tokens=LONG, ignore_eos=True),
                 timeout=30,
             )
             next(iter(call))
@@ -147,11 +149,11 @@ def test_cancelled_stream_frees_its_blocks_on_both_sides(cluster: Cluster) -> No
 
 def test_deadline_ends_the_request_everywhere(cluster: Cluster) -> None:
     """RB-091: the server enforces the deadline itself."""
-    body = request([3, 4, 5], max_tokens=2000, ignore_eos=True)  # type: ignore[arg-type]
+    body = request([3, 4, 5], max_tokens=2000, ignore_eos=True)
     body.timeout_ms = 300
     with pytest.raises(grpc.RpcError) as caught:
         generate(cluster.grpc, body, timeout_s=30)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.assert_no_blocks_in_use()
 
 

@@ -80,8 +80,8 @@ def test_repeated_prompt_reports_its_cached_tokens(pair: Cluster, prompts: list[
     assert usage.cached_tokens == 144
 
 
-def _sampled(cluster: Cluster, prompt: Prompt, mode: str, **kw: float) -> Answer:
-    body = request(prompt.token_ids, max_tokens=12, temperature=0.8, top_p=0.95, **kw)
+def _sampled(cluster: Cluster, prompt: Prompt, mode: str, *, seed: int, n: int = 1) -> Answer:
+    body = request(prompt.token_ids, max_tokens=12, n=n, temperature=0.8, top_p=0.95, seed=seed)
     return generate(cluster.grpc, body, mode=mode)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -64,10 +64,10 @@ def generate(
         return collect(stub.Generate(body, timeout=timeout_s, metadata=metadata))
 
 
-def collect(frames: object) -> Answer:
+def collect(frames: Iterable[inference_pb2.GenerateFrame]) -> Answer:
     """Gather a stream of frames; indexes must run without gap or repeat, ends come once."""
     answer = Answer()
-    for frame in frames:  # type: ignore[attr-defined]  # a grpc call object
+    for frame in frames:
         ids = answer.token_ids.setdefault(frame.choice, [])
         answer.text.setdefault(frame.choice, "")
         if frame.num_tokens:
