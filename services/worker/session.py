@@ -18,7 +18,9 @@ from services.engine.api import (
 from services.transfer.api import TransferStats
 
 RESUME_GRACE_S = 2.0  # a request outlives its Link by this long
-MAX_UNACKED_TOKENS = 256  # per request; a router that lags further loses the request
+# Per choice; a router that lags further loses the request. A router may stand still for a second
+# without harm up to this many tokens a second; longer stops are ended by its Link's time-outs.
+MAX_UNACKED_TOKENS = 1024
 ENDED_KEPT_S = 10.0  # ended requests are remembered for a resume
 MAX_ENDED_KEPT = 4096
 
@@ -125,7 +127,8 @@ class RouterSession:
         if isinstance(item, TokensOut):
             entry.unacked.setdefault(item.choice, []).append(item)
             entry.num_unacked += len(item.token_ids)
-            return entry.num_unacked <= MAX_UNACKED_TOKENS
+            # Choices share the room, so each brings its own: n of them must not lag n times less.
+            return entry.num_unacked <= MAX_UNACKED_TOKENS * len(entry.unacked)
         if isinstance(item, TicketOut):
             entry.ticket = item
             return True

@@ -103,6 +103,17 @@ def test_router_that_lags_past_the_replay_buffer_is_reported() -> None:
     session.check_integrity()
 
 
+def test_each_choice_brings_room_of_its_own() -> None:
+    """Sixteen choices make sixteen tokens a step: they may lag as many steps as one."""
+    session = make_session(1)
+    for choice in range(16):
+        assert session.record(tokens(1, 0, 1, choice), now=0.0) is True
+    for choice in range(16):
+        assert session.record(tokens(1, 1, MAX_UNACKED_TOKENS - 1, choice), now=0.0) is True
+    assert session.record(tokens(1, MAX_UNACKED_TOKENS, 1, 15), now=0.0) is False
+    session.check_integrity()
+
+
 def test_higher_attempt_fences_the_lower_one() -> None:
     session = make_session(1)
 
