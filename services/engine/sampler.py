@@ -19,7 +19,9 @@ Logits = npt.NDArray[np.float32]  # [vocab_size]
 
 _MASK = (1 << 64) - 1
 _SUM_WIDTH = 256  # probabilities are summed in runs of this many, in float64
-_TOP_START = 128  # candidates looked at first for top-p
+_RUN_WIDTH = 64  # values whose maximum stands for them while the highest are looked for
+# Probabilities, relative to the highest, down to which tokens are candidates for top-p, in turn.
+_NUCLEUS_BOUNDS = (2.0**-5, 2.0**-9, 2.0**-13, 2.0**-17, 0.0)
 
 
 class BadLogits(Exception):
@@ -142,12 +144,35 @@ def _draw(logits: Logits, params: SamplingParams, u: float) -> int:
     return int(ids[min(position, _last_positive(probs[ids]))])
 
 
-def _top(probs: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """Ids of the `count` most probable tokens, most probable first, lowest id first on ties."""
-    bound = np.partition(probs, len(probs) - count)[len(probs) - count]
-    ids = np.flatnonzero(probs >= bound)  # ascending ids: all ties of the last one are here
-    order = np.argsort(-probs[ids], kind="stable")
-    return ids[order][:count]
+def _top(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """Ids of the `count` highest values, highest first, lowest id first on ties.
+
+    The count-th highest of the maxima of runs bounds the count-th highest value from below, so
+    only what reaches it is looked at closely.
+    """
+    num_runs = len(values) // _RUN_WIDTH
+    if count <= num_runs // 2:
+        highest = values[: num_runs * _RUN_WIDTH].reshape(num_runs, _RUN_WIDTH).max(axis=1)
+    else:
+        highest = values
+    bound = np.partition(highest, len(highest) - count)[len(highest) - count]
+    return _descending(values, np.flatnonzero(values >= bound))[:count]
+
+
+def _descending(
+    values: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Sort `ids` by value, highest first, lowest id first on ties.
+
+    One sort of integers, whose high half falls with the value and whose low half is the id: much
+    faster than a stable sort by value.
+    """
+    bits = (values[ids] + np.float32(0)).view(np.int32)  # the addition makes -0.0 equal to 0.0
+    # Floats as integers are in order, but for the negative ones, which run backwards.
+    rising = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
+    keys = (~rising << 32) | ids
+    keys.sort()
+    return keys & 0xFFFFFFFF
 
 
 def _nucleus(
@@ -155,24 +180,26 @@ def _nucleus(
 ) -> npt.NDArray[np.int64]:
     """The fewest most probable tokens that hold `top_p` of what `ids` (or all tokens) hold."""
     if ids is not None:
-        return _shortest(ids, np.cumsum(probs[ids], dtype=np.float64), top_p, None)
-    total, count = float(probs.sum(dtype=np.float64)), _TOP_START
-    while True:
-        count = min(count, len(probs))
-        ids = _top(probs, count)
         sums = np.cumsum(probs[ids], dtype=np.float64)
-        if sums[-1] >= top_p * total or count == len(probs):
-            return _shortest(ids, sums, top_p, total)
-        count *= 8  # the same prefix again, only longer: the answer does not depend on it
+        return _shortest(ids, sums, top_p * float(sums[-1]))
+    wanted = top_p * float(probs.sum(dtype=np.float64))
+    for bound in _NUCLEUS_BOUNDS:
+        ids = np.flatnonzero(probs >= bound)
+        if bound and probs[ids].sum(dtype=np.float64) < wanted:
+            continue
+        # All tokens down to some probability are the beginning of the order of all tokens, so
+        # the answer does not depend on the bound.
+        ids = _descending(probs, ids)
+        sums = np.cumsum(probs[ids], dtype=np.float64)
+        if sums[-1] >= wanted:
+            break
+    assert ids is not None
+    return _shortest(ids, sums, wanted)
 
 
 def _shortest(
-    ids: npt.NDArray[np.int64],
-    sums: npt.NDArray[np.float64],
-    top_p: float,
-    total: float | None,
+    ids: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], wanted: float
 ) -> npt.NDArray[np.int64]:
-    wanted = top_p * (float(sums[-1]) if total is None else total)
     return ids[: min(int(np.searchsorted(sums, wanted, side="left")) + 1, len(ids))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class PagedDriver:
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
-    def step(self, work: dict[str, Sequence[int]], rows: Sequence[int] | None = None) -> Tensor:
+    def step(self, work: Mapping[str, Sequence[int]], rows: Sequence[int] | None = None) -> Tensor:
         """Run one step; logits of every row, or of `rows` of the flattened batch."""
         tokens: list[int] = []
         positions: list[int] = []

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.sampling import SamplingParams
+from services.engine import sampler
 from services.engine.plan import SampleTask
 from services.engine.sampler import BadLogits, is_plain_greedy, sample, uniform
 
@@ -242,3 +243,42 @@ def test_a_row_without_any_possible_token_is_refused() -> None:
         params = SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(0, 1))
         with pytest.raises(BadLogits):
             sample(logits, make_task(params), ())
+
+
+def in_order(values: npt.NDArray[np.float32]) -> list[int]:
+    """All ids, highest value first, lowest id first on ties: the plain way."""
+    return sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
+
+
+def awkward_rows(size: int) -> list[npt.NDArray[np.float32]]:
+    """Rows with ties, both zeros, infinities, and one value above all others."""
+    rng = np.random.default_rng(size)
+    plain = rng.standard_normal(size).astype(np.float32)
+    ties = np.round(plain * 2)  # holds -0.0 and 0.0
+    masked = np.where(rng.random(size) < 0.3, np.float32(-np.inf), plain)
+    peaked = plain.copy()
+    peaked[size // 2] = 30.0
+    return [plain, ties, masked, peaked, np.zeros(size, np.float32), -np.abs(plain)]
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 129, 700, 5000])
+def test_top_tokens_are_those_of_a_plain_sort(size: int) -> None:
+    for values in awkward_rows(size):
+        expected = in_order(values)
+        for count in {1, 2, min(5, size), min(40, size), size}:
+            if count <= size:
+                assert sampler._top(values, count).tolist() == expected[:count]
+
+
+@pytest.mark.parametrize("size", [1, 64, 700, 5000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.9999, 1.0])
+def test_the_nucleus_is_the_shortest_beginning_of_a_plain_sort(size: int, top_p: float) -> None:
+    for logits in awkward_rows(size):
+        probs = np.exp(logits - logits.max())
+        order = in_order(probs)
+        wanted = top_p * float(probs.sum(dtype=np.float64))
+        held, length = 0.0, 0
+        while length < size and held < wanted:
+            held += float(probs[order[length]])
+            length += 1
+        assert sampler._nucleus(probs, None, top_p).tolist() == order[: max(length, 1)]
