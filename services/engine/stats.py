@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _WARMUP_STEPS = 2  # first steps compile, fault pages in and fill caches: no measure of anything
 _ALPHA = 0.2
 _FORGET = 0.98  # weight of a step against the one after it, in the line fit
+_SAME_CHUNKS = 8  # so many of one size in a row and the next one is longer
 _MIN_PREFILL_TOKENS = 8  # smaller chunks measure the step's fixed cost
 _LENGTHS_KEPT = 256
 _LENGTHS_MIN = 16
@@ -36,9 +37,9 @@ class LineFit:
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # w, wx, wy, wxx, wxy
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float, weight: float = 1.0) -> None:
         """Take one sample."""
-        new = (1.0, x, y, x * x, x * y)
+        new = (weight, weight * x, weight * y, weight * x * x, weight * x * y)
         self._sums = [old * _FORGET + value for old, value in zip(self._sums, new, strict=True)]
 
     def line(self) -> tuple[float, float]:
@@ -60,6 +61,7 @@ class EngineStats:
         self.preemptions = 0
         self._prefill_rate = Ewma()
         self._prefill_s = LineFit()
+        self._chunk_sizes: deque[int] = deque(maxlen=_SAME_CHUNKS)
         self._step_s = Ewma()
         self._decode_us = LineFit()
         self._lengths: deque[int] = deque(maxlen=_LENGTHS_KEPT)
@@ -80,7 +82,10 @@ class EngineStats:
             a, b = self._decode_us.line() if num_decode else (0.0, 0.0)
             own_s = max(elapsed_s - (a + b * resident_tokens) / 1e6, 0.2 * elapsed_s)
             self._prefill_rate.add(num_prefill / own_s)
-            self._prefill_s.add(float(num_prefill), own_s)
+            # Weighted so that relative errors count: else one large chunk in a slow moment, far
+            # from all others, would set the slope for a thousand steps.
+            self._prefill_s.add(float(num_prefill), own_s, own_s**-2)
+            self._chunk_sizes.append(num_prefill)
 
     def ended(self, num_generated: int) -> None:
         """Learn one output length."""
@@ -100,11 +105,15 @@ class EngineStats:
         Where the cost of a step that no token changes is above half the target, chunks by rate
         alone would shrink to nothing: smaller ones have a lower rate. There a chunk may cost as
         much again as the fixed part, approached in steps of four so that a bad fit does little.
+        Chunks of one size say nothing about the fixed part, so now and then one is twice as long.
         """
         rate = self._prefill_rate.value
         if rate is None:
             return None
         by_rate = rate * target_s
+        sizes = self._chunk_sizes
+        if len(sizes) == _SAME_CHUNKS and max(sizes) == min(sizes):
+            return 2 * max(by_rate, sizes[0])  # to tell fixed cost from cost per token again
         fixed_s, token_s = self._prefill_s.line()
         if token_s <= 0 or fixed_s <= target_s / 2:
             return by_rate

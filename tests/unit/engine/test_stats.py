@@ -68,6 +68,28 @@ def test_chunks_converge_to_the_time_target_or_to_a_sane_share_of_fixed_cost(
     assert lowest < elapsed_s < highest
 
 
+def test_a_slow_start_does_not_leave_chunks_small_for_long() -> None:
+    """Large chunks that met a busy machine, then an idle one: the fixed cost is found again."""
+    stats, chunk, smallest = EngineStats(), 128, 16
+    for _ in range(5):
+        _step(stats, 1.3, chunk, 0, 0)
+    for _ in range(60):
+        chunk = max(int(stats.chunk_tokens(0.05) or 0), smallest)
+        _step(stats, 0.040 + 0.0008 * chunk, chunk, 0, 0)
+    assert 40 <= chunk <= 110  # as much again as the fixed 40 ms is 50 tokens
+
+
+def test_chunks_of_one_size_are_followed_by_a_longer_one() -> None:
+    stats = EngineStats()
+    for _ in range(9):
+        _step(stats, 0.05, 16, 0, 0)
+    assert (stats.chunk_tokens(0.05) or 0) < 20
+    _step(stats, 0.05, 16, 0, 0)
+    assert (stats.chunk_tokens(0.05) or 0) >= 32
+    _step(stats, 0.06, 32, 0, 0)
+    assert (stats.chunk_tokens(0.05) or 0) < 70
+
+
 def test_expected_length_follows_what_was_seen() -> None:
     stats = EngineStats()
     assert stats.expected_length(1000) == 64
