@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_long, c_void_p
 from typing import Any, ClassVar
 
@@ -154,17 +155,27 @@ class CpuKernels:
             and v.stride(2) == 1
         )
 
-    def pack_panels(self, weight: Tensor) -> Tensor:
-        """Pack `[out, in]` float32 into `[num_panels, in, panel_width]`, zero padded."""
+    def pack_panels(self, weights: Sequence[Tensor]) -> Tensor:
+        """Pack `[out_i, in]` float32, joined, into `[num_panels, in, panel_width]`, zero padded."""
+        width = self._panel_width
+        if any(weight.shape[0] % width for weight in weights[:-1]):
+            weights = (torch.cat(tuple(weights)),)  # a panel would hold rows of two weights
+        num_panels = sum(-(-weight.shape[0] // width) for weight in weights)
+        panels = weights[0].new_empty(num_panels, weights[0].shape[1], width)
+        first = 0
+        for weight in weights:
+            count = -(-weight.shape[0] // width)
+            self._pack(weight, panels[first : first + count])
+            first += count
+        return panels
+
+    def _pack(self, weight: Tensor, panels: Tensor) -> None:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         out_features, in_features = weight.shape
-        num_panels = -(-out_features // self._panel_width)
-        panels = weight.new_empty(num_panels, in_features, self._panel_width)
         pack = self._library.isthmus_pack_panels
         check(
             pack(weight.data_ptr(), weight.stride(0), in_features, out_features, panels.data_ptr())
         )
-        return panels
 
     def linear(self, x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
         """Multiply by packed panels."""

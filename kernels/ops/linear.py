@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +32,45 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 
     float32 weights on a CPU become panels of our own GEMM; everything else stays as it is.
     """
-    if weight.dim() != 2:
-        raise ValueError(f"weight {tuple(weight.shape)} must be [out_features, in_features]")
-    out_features, in_features = weight.shape
-    if bias is not None and (bias.shape != (out_features,) or bias.dtype != weight.dtype):
+    return pack_stacked((weight,), bias)
+
+
+def pack_stacked(weights: Sequence[Tensor], bias: Tensor | None = None) -> PackedLinear:
+    """Pack weights `[out_i, in]` as one, joined along their rows; see `pack_linear`.
+
+    Args:
+        weights: at least one, of one dtype and device. Panels are written from them directly,
+            without a joined copy.
+        bias: `[sum of out_i]`.
+    """
+    _check_weights(weights)
+    first = weights[0]
+    out_features, in_features = sum(weight.shape[0] for weight in weights), first.shape[1]
+    if bias is not None and (bias.shape != (out_features,) or bias.dtype != first.dtype):
         raise ValueError(
-            f"bias {tuple(bias.shape)} {bias.dtype} must be [{out_features}] {weight.dtype}"
+            f"bias {tuple(bias.shape)} {bias.dtype} must be [{out_features}] {first.dtype}"
         )
-    cpu = dispatch.cpu_kernels(weight)
-    if cpu is None or weight.dtype != torch.float32:
-        return PackedLinear(in_features, out_features, weight.dtype, weight, None, bias)
-    panels = cpu.pack_panels(weight)
+    cpu = dispatch.cpu_kernels(first)
+    if cpu is None or first.dtype != torch.float32:
+        joined = first if len(weights) == 1 else torch.cat(tuple(weights))
+        return PackedLinear(in_features, out_features, first.dtype, joined, None, bias)
+    panels = cpu.pack_panels(weights)
     own_bias = None if bias is None else bias.contiguous()
-    return PackedLinear(in_features, out_features, weight.dtype, None, panels, own_bias)
+    return PackedLinear(in_features, out_features, first.dtype, None, panels, own_bias)
+
+
+def _check_weights(weights: Sequence[Tensor]) -> None:
+    if not weights:
+        raise ValueError("there is no weight to pack")
+    first = weights[0]
+    for weight in weights:
+        if weight.dim() != 2:
+            raise ValueError(f"weight {tuple(weight.shape)} must be [out_features, in_features]")
+        if weight.shape[1] != first.shape[1] or weight.dtype != first.dtype:
+            raise ValueError(
+                f"weight {tuple(weight.shape)} {weight.dtype} does not stack on "
+                f"{tuple(first.shape)} {first.dtype}"
+            )
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops.decoder import DecoderGeometry, DecoderLayer, decoder_step, pack_decoder
-from kernels.ops.linear import linear, pack_linear
+from kernels.ops.linear import linear, pack_linear, pack_stacked
 from services.models.base import StepBatch
 from services.models.config import ModelConfig
 from services.models.rope import rope_table
@@ -83,10 +83,10 @@ def read_layer(weights: Weights, layer_idx: int) -> DecoderLayer:
     gate, up = f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"
     return DecoderLayer(
         input_norm=weights.get(f"{prefix}input_layernorm.weight"),
-        qkv=pack_linear(weights.stack(*(f"{attn}{part}_proj.weight" for part in "qkv")), qkv_bias),
+        qkv=pack_stacked([weights.get(f"{attn}{part}_proj.weight") for part in "qkv"], qkv_bias),
         attn_out=pack_linear(weights.get(f"{attn}o_proj.weight"), out_bias),
         mlp_norm=weights.get(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=pack_linear(weights.stack(gate, up)),
+        gate_up=pack_stacked([weights.get(gate), weights.get(up)]),
         down=pack_linear(weights.get(f"{prefix}mlp.down_proj.weight")),
         q_norm=weights.get(f"{attn}q_norm.weight") if config.qk_norm else None,
         k_norm=weights.get(f"{attn}k_norm.weight") if config.qk_norm else None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.ops.activation import silu_mul
-from kernels.ops.linear import linear, pack_linear
+from kernels.ops.linear import linear, pack_linear, pack_stacked
 from kernels.ops.norm import add_rms_norm, rms_norm
 from kernels.ops.rope import build_rope_table, rope
 from kernels.reference import dense as reference
@@ -158,3 +158,28 @@ def test_silu_mul_is_right_at_the_ends_of_the_range() -> None:
     gate_up = torch.cat((gate, torch.ones(9)))[None]
     expected = reference.silu_mul(gate_up.double()).float()
     torch.testing.assert_close(silu_mul(gate_up), expected, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (32, 7), (40, 24, 9), (1, 1), (5,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_weights_are_one_weight(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Parts that fill whole panels are packed in place, others are joined first."""
+    parts = [randn(size, 50).to(dtype) for size in sizes]
+    bias = randn(sum(sizes)).to(dtype)
+    packed, joined = pack_stacked(parts, bias), pack_linear(torch.cat(parts), bias)
+    assert (packed.in_features, packed.out_features) == (50, sum(sizes))
+    x = randn(9, 50).to(dtype)
+    assert torch.equal(linear(x, packed), linear(x, joined))
+    if packed.panels is not None and joined.panels is not None:
+        assert torch.equal(packed.panels, joined.panels)
+
+
+def test_weights_that_do_not_stack_are_refused() -> None:
+    with pytest.raises(ValueError, match="no weight"):
+        pack_stacked([])
+    with pytest.raises(ValueError, match="does not stack"):
+        pack_stacked([randn(4, 6), randn(4, 5)])
+    with pytest.raises(ValueError, match="does not stack"):
+        pack_stacked([randn(4, 6), randn(4, 6).double()])
+    with pytest.raises(ValueError, match="bias"):
+        pack_stacked([randn(4, 6), randn(4, 6)], randn(4))
