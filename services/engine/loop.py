@@ -25,6 +25,7 @@ from services.engine.api import (
 from services.engine.config import EngineConfig, check_role_weights
 from services.engine.plan import StepPlan, StepResult
 from services.engine.scheduler import Scheduler
+from services.engine.watchdog import Watchdog
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -77,6 +78,7 @@ class EngineLoop:
         self._is_stopping = False
         self._has_failed = False
         self._progress_at = clock.now()
+        self._watchdog = Watchdog()
         self._load = scheduler.load()
         self._on_events: Callable[[Sequence[EngineEvent]], None] | None = None
         self._on_cache_delta: Callable[[CacheDelta], None] | None = None
@@ -155,10 +157,14 @@ class EngineLoop:
         return answer.result(_SNAPSHOT_WAIT_S)
 
     def is_alive(self) -> bool:
-        """False once the thread has died or made no progress for its watchdog time."""
+        """False once the thread has died or made no progress for its watchdog time.
+
+        To be asked by one thread, several times a second.
+        """
         if self._has_failed or not self._thread.is_alive():
             return False
-        return self._clock.now() - self._progress_at <= self._patience_s()
+        stalled_s = self._watchdog.stalled_s(self._progress_at, self._clock.now())
+        return stalled_s <= self._patience_s()
 
     def stop(self, timeout_s: float) -> None:
         """Stop the thread; open work items end as cancelled.
