@@ -45,13 +45,9 @@ def version(
     short: Annotated[bool, typer.Option("--short", help="Print the number only.")] = False,
 ) -> None:
     """Print the version."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
+    from services.common.version import installed_version
 
-    try:
-        number = installed("isthmus")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        number = "unknown"
+    number = installed_version()
     typer.echo(number if short else f"isthmus {number} (Python {sys.version.split()[0]})")
 
 

@@ -42,10 +42,11 @@ class StoreSettings(Section):
         SecretStr("redis://127.0.0.1:6379/0"), "redis://, rediss:// or unix:// address"
     )
     call_timeout_ms: int = setting(
-        25, "longest wait for the store on the path of a request", unit="ms", gt=0, le=5_000
-    )
-    connect_timeout_ms: int = setting(
-        1_000, "longest wait for a connection", unit="ms", gt=0, le=60_000
+        25,
+        "wait for hints on the path of a request; up to four times that while the store is slow",
+        unit="ms",
+        gt=0,
+        le=5_000,
     )
 
 
@@ -91,8 +92,8 @@ class WorkerSettings(Section):
         0, "size of the KV pool; 0 = a share of the free memory", unit="bytes", ge=0
     )
     max_num_seqs: int = setting(64, "sequences in one step", unit="sequences", gt=0, le=4096)
-    max_queued_requests: int = setting(
-        1_024, "requests waiting in the engine; more are refused", unit="requests", gt=0
+    max_requests: int = setting(
+        1_024, "requests open at once; more are refused as overloaded", unit="requests", gt=0
     )
     max_step_tokens: int = setting(512, "tokens in one step", unit="tokens", ge=16, le=1 << 20)
     chunk_target_ms: int = setting(

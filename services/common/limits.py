@@ -23,7 +23,6 @@ class Limits(Section):
     max_stop_strings: int = setting(16, "stop strings of a request", unit="strings", gt=0)
     max_stop_bytes: int = setting(256, "UTF-8 length of one stop string", unit="bytes", gt=0)
     max_logprobs: int = setting(20, "alternatives per token in logprobs", unit="tokens", ge=0)
-    max_logit_bias: int = setting(1024, "entries of logit_bias", unit="entries", ge=0)
     max_stop_token_ids: int = setting(64, "entries of stop_token_ids", unit="entries", gt=0)
     max_id_bytes: int = setting(
         128, "length of a request id, idempotency key or user name", unit="bytes", gt=0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from services.common.limits import Limits
 from services.engine.api import EngineLoad
 
 _RECOMPUTE_WINDOW_S = 10.0
@@ -11,9 +12,10 @@ _RECOMPUTE_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Bounds on what one worker holds at a time."""
+    """Bounds on what one worker takes and holds."""
 
     max_requests: int = 1024  # open work items; one more is refused as overloaded
+    request: Limits = field(default_factory=Limits)  # of one work item
     max_recomputes: int = 32  # local prefills after failed handoffs, per 10 s
 
 

@@ -16,7 +16,7 @@ from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
 from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2_grpc
-from services.registry.reader import ReaderConfig, RedisRegistryReader
+from services.registry.reader import RedisRegistryReader, reader_config
 from services.registry.schema import namespace_of
 from services.router.admin_servicer import AdminServicer
 from services.router.config import RouterConfig
@@ -26,7 +26,7 @@ from services.runtime.run import Phases, run_service
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
-from services.telemetry.tracing import TraceSettings, setup_tracing
+from services.telemetry.tracing import setup_tracing
 from services.text.tokenizer import TextModel
 
 log = get_logger(__name__)
@@ -47,29 +47,20 @@ class _RouterProcess:
 
     def __init__(self, config: IsthmusConfig, model_dir: Path, clock: Clock) -> None:
         self._config = config
-        settings, telemetry = config.router, config.telemetry
+        settings = config.router
         router_id = settings.router_id or f"router-{os.getpid()}"
         manifest = read_manifest(model_dir)
         if config.model.served_name:
             manifest = manifest.model_copy(update={"name": config.model.served_name})
         text = TextModel.load(model_dir)
         self._metrics = Metrics.enabled()
-        self._tracing = setup_tracing(
-            TraceSettings(
-                service="router",
-                instance=router_id,
-                otlp_endpoint=telemetry.otlp_endpoint,
-                trace_file=telemetry.trace_file,
-                trace_file_max_bytes=telemetry.trace_file_max_bytes,
-                sample_ratio=telemetry.sample_ratio,
-            )
-        )
+        self._tracing = setup_tracing(config.telemetry, service="router", instance=router_id)
         self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
         self._reader = RedisRegistryReader(
             config.store.url.get_secret_value(),
             namespace_of(manifest.weights_digest),
             clock,
-            ReaderConfig(floor_s=config.store.call_timeout_ms / 1000),
+            reader_config(config.store.call_timeout_ms / 1000),
         )
         self._router = Router(
             RouterConfig(

@@ -78,6 +78,7 @@ class ObservedRouter:
             parent=span.traceparent,
             start_ns=started_ns,
             end_ns=routed_ns,
+            reason=timing.reason,
             prompt_tokens=len(call.token_ids),
         )
         self._tracing.record(
@@ -88,6 +89,7 @@ class ObservedRouter:
         )
         span.set(
             mode=timing.mode,
+            reason=timing.reason,
             plane=timing.plane,
             prefill_worker=timing.prefill_worker,
             decode_worker=timing.decode_worker,

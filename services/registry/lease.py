@@ -26,6 +26,8 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+RENEWAL_OUTCOMES = ("ok", "gone", "failed")
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
@@ -77,6 +79,7 @@ class WorkerLease:
         self._is_down = False
         self._superseded = False
         self._batch: tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]] | None = None
+        self.renewals = dict.fromkeys(RENEWAL_OUTCOMES, 0)  # for metrics, read by any thread
         self._thread = threading.Thread(target=self._run, name="isthmus-lease", daemon=True)
 
     # -- any thread --------------------------------------------------------------------------
@@ -194,13 +197,21 @@ class WorkerLease:
             # Publishing renews the lease too, but only a renewal sweeps: it keeps its own time.
             return next_renewal if self._slot is not None else 0.0
         if self._must_renew or self._clock.now() >= next_renewal:
-            self._must_renew = False
-            answer = self._call(self._calls.renew(self._slot, self._gen, self._record()))
-            if parse_status(answer) == "GONE":
-                self._forget_slot("renew")
-                return 0.0
-            return self._clock.now() + heartbeat_s
+            return self._clock.now() + heartbeat_s if self._renew(self._slot) else 0.0
         return next_renewal
+
+    def _renew(self, slot: int) -> bool:
+        """Extend the lease; False when the slot is not ours any more."""
+        self._must_renew = False
+        outcome = "failed"
+        try:
+            answer = self._call(self._calls.renew(slot, self._gen, self._record()))
+            outcome = "gone" if parse_status(answer) == "GONE" else "ok"
+        finally:
+            self.renewals[outcome] += 1
+        if outcome == "gone":
+            self._forget_slot("renew")
+        return outcome == "ok"
 
     def _join(self) -> None:
         """Take a slot under a new generation and send the whole table."""

@@ -30,6 +30,11 @@ class ReaderConfig:
     max_connections: int = 32
 
 
+def reader_config(call_timeout_s: float) -> ReaderConfig:
+    """Return deadlines around the usual wait for a lookup."""
+    return ReaderConfig(floor_s=call_timeout_s, cap_s=4 * call_timeout_s)
+
+
 class LatencyDeadline:
     """A deadline of 8 x the median latency, between two bounds. Pure."""
 

@@ -64,7 +64,7 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Stage times in microseconds; names as in Timing of common.proto."""
+    """Stage times in microseconds, as in Timing of common.proto, and where the request ran."""
 
     router_us: int = 0
     queue_prefill_us: int = 0
@@ -77,6 +77,7 @@ class RequestTiming:
     ttft_us: int = 0
     e2e_us: int = 0
     mode: str = ""
+    reason: str = ""  # why that mode
     plane: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

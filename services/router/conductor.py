@@ -109,7 +109,8 @@ class Conductor:
                 progress.facts, self._cluster.view(), progress.depth, self._config.policy, exclude
             )
             progress.attempt += 1
-            progress.decision, progress.mode = decision, decision.mode
+            progress.decision = decision
+            progress.mode, progress.reason = decision.mode, decision.reason
             kind = PREFILL if decision.mode == REMOTE else WHOLE
             if self._send(request, kind, decision.worker, uncached_tokens=_uncached(decision)):
                 return decision
@@ -180,7 +181,7 @@ class Conductor:
         progress.attempt += 1
         if not self._send(request, WHOLE, worker):
             return False
-        progress.mode = STAY
+        progress.mode, progress.reason = STAY, "no_decode_worker"
         source.has_failed = True
         self._close(source)
         return True
@@ -357,6 +358,8 @@ class Conductor:
         leg.has_failed = True
         self._close(leg)
         self._cluster.record(leg.worker_id, outcome_of(code))
+        if leg.kind == CONTINUE and not leg.has_tokens:
+            self._hooks.handoff_failed(code)
         if leg.kind == PREFILL and self._outlives_prefill(progress):
             leg.has_failed = False
             return

@@ -214,7 +214,6 @@ class Router:
 
         Routing by prefix that fails silently looks like plain load balancing.
         """
-        self._hooks.hints_missed(progress.call, expected, progress.cached_tokens)
         now = self._clock.now()
         if now - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = now
@@ -233,8 +232,8 @@ def _summary(
     error: IsthmusError | None,
 ) -> RequestSummary:
     if request is None:
-        return RequestSummary(call, None, 0, end, error)
-    return RequestSummary(call, request.progress.decision, request.progress.attempt, end, error)
+        return RequestSummary(call, None, end, error)
+    return RequestSummary(call, request.progress.decision, end, error)
 
 
 def _pool_tokens(worker: WorkerView) -> int:

@@ -20,7 +20,6 @@ class RequestSummary:
 
     call: GenerateCall
     decision: Decision | None
-    attempts: int
     end: RequestEnd | None = None
     error: IsthmusError | None = None
 
@@ -47,8 +46,8 @@ class RouterHooks:
     def link_cut(self, worker_id: WorkerId, reason: str) -> None:
         """A Link broke."""
 
-    def hints_missed(self, call: GenerateCall, expected_tokens: int, actual_tokens: int) -> None:
-        """A request's prefix hit was known to be other than the hints had promised."""
+    def handoff_failed(self, code: str) -> None:
+        """A decode worker that was given a ticket came to no token."""
 
     def ended(self, summary: RequestSummary) -> None:
         """A request is over."""
@@ -74,6 +73,10 @@ class MetricsHooks(RouterHooks):
     def retried(self, call: GenerateCall, code: str) -> None:
         """Count the retry."""
         self._metrics.add(catalog.RETRIES, 1, code=code)
+
+    def handoff_failed(self, code: str) -> None:
+        """Count it; which plane it would have taken only its worker knows."""
+        self._metrics.add(catalog.HANDOFFS, 1, plane="none", outcome=code)
 
     def store_called(self, op: str, outcome: str, seconds: float) -> None:
         """Count and time the call."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.router.api import GenerateCall, RequestTiming
 from services.router.booking import Booking
-from services.router.policy import Decision, RequestFacts
+from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
 from services.router.request import LogicalRequest
-from services.router.timing import Marks, StageTimes, attribute, where
-from services.router.wire import CONTINUE, PREFILL
+from services.router.timing import Marks, StageTimes, attribute
+from services.router.wire import CONTINUE, PREFILL, WHOLE
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
     """One work item at one life of one worker."""
 
-    kind: str  # wire.PREFILL | CONTINUE | WHOLE
+    kind: str  # PREFILL | CONTINUE | WHOLE
     worker_id: WorkerId
     incarnation: Incarnation
     attempt: int
@@ -59,6 +59,7 @@ class Progress:
     depth: Mapping[WorkerId, int] = field(default_factory=dict)
     decision: Decision | None = None
     mode: str = ""
+    reason: str = ""  # why that mode
     attempt: int = 0
     num_retries: int = 0
     failed: set[WorkerId] = field(default_factory=set)  # not to be tried again
@@ -108,12 +109,18 @@ class Progress:
             self.marks, stages, ended, has_decode_report=last is not None and last.has_report
         )
         prefill, decode = self._workers()
-        return where(timing, self.mode, prefill, decode)
+        return replace(
+            timing,
+            mode=self.mode,
+            reason=self.reason,
+            prefill_worker=prefill,
+            decode_worker=decode,
+        )
 
     def _workers(self) -> tuple[str, str]:
         prefill, decode = self.newest(PREFILL), self.newest(CONTINUE)
-        if self.mode == "REMOTE":
+        if self.mode == REMOTE:
             return (prefill.worker_id if prefill else ""), (decode.worker_id if decode else "")
-        whole = self.newest("whole")
+        whole = self.newest(WHOLE)
         name = whole.worker_id if whole else ""
-        return ("", name) if self.mode == "LOCAL" else (name, "")
+        return ("", name) if self.mode == LOCAL else (name, "")

@@ -6,7 +6,7 @@ report of their legs is fitted between them, never beyond them, so clocks need n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.router.api import RequestTiming
 
@@ -95,13 +95,6 @@ def attribute(
         handoff_blocks=stages.handoff_blocks,
         handoff_blocks_deduped=stages.handoff_blocks_deduped,
     )
-
-
-def where(
-    timing: RequestTiming, mode: str, prefill_worker: str, decode_worker: str
-) -> RequestTiming:
-    """Add where the request ran."""
-    return replace(timing, mode=mode, prefill_worker=prefill_worker, decode_worker=decode_worker)
 
 
 def _handoff_after_first(marks: Marks, stages: StageTimes, has_report: bool) -> int:

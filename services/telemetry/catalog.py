@@ -87,7 +87,8 @@ STAGE = Histogram(
     ("stage",),
 )
 HANDOFFS = Counter(
-    "isthmus_handoffs_total", "handoffs", "Handoffs that ended, seen by the router.",
+    "isthmus_handoffs_total", "handoffs",
+    "Handoffs as the router sees them: ok, or the code a decode worker with a ticket failed with.",
     ("plane", "outcome"),
 )  # fmt: skip
 HANDOFF_BYTES = Counter("isthmus_handoff_bytes_total", "bytes", "KV that crossed.", ("plane",))
@@ -160,7 +161,9 @@ TRANSFER_TIME = Histogram(
     ("plane",),
 )  # fmt: skip
 KV_INTEGRITY_ERRORS = Counter(
-    "isthmus_kv_integrity_errors_total", "blocks", "Blocks received with a wrong digest."
+    "isthmus_kv_integrity_errors_total",
+    "blocks",
+    "Blocks received with a wrong digest, generation or length.",
 )
 LEASE_RENEWALS = Counter(
     "isthmus_lease_renewals_total", "calls", "Renewals of the worker's lease.", ("outcome",)
@@ -172,10 +175,10 @@ SPANS_DROPPED = Gauge(
     "isthmus_spans_dropped", "spans", "Spans that found the export queue full, since the start."
 )
 
-# Spans of one request, in order. Each starts where the one before ends.
+# Spans of one request, in the order they begin.
 SPAN_REQUEST = Span(
     "isthmus.request",
-    "The whole request in the router; its children telescope.",
+    "The whole request in the router.",
     ("mode", "reason", "plane", "prefill_worker", "decode_worker", "outcome", "unattributed_us"),
 )
 SPAN_ROUTE = Span("isthmus.route", "Tokenise, hash, look up, decide.", ("reason", "prompt_tokens"))
@@ -188,7 +191,7 @@ SPAN_HANDOFF = Span(
     "isthmus.handoff", "Ticket to the last block verified.", ("plane", "blocks", "bytes", "deduped")
 )
 SPAN_QUEUE_DECODE = Span("isthmus.decode.queue", "KV complete to the first decode step.")
-SPAN_DECODE = Span("isthmus.decode", "First decode step to the last token.", ("tokens",))
+SPAN_DECODE = Span("isthmus.decode", "First decode step to the last token.")
 SPAN_UNATTRIBUTED = Span("isthmus.unattributed", "What no other stage of the request accounts for.")
 
 

@@ -6,7 +6,15 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
-from services.telemetry.catalog import Counter, Gauge, Histogram, Metric, all_metrics
+from services.common.version import installed_version
+from services.telemetry.catalog import (
+    BUILD_INFO,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    all_metrics,
+)
 
 if TYPE_CHECKING:
     from opentelemetry import metrics as otel
@@ -28,7 +36,10 @@ class Metrics:
     @classmethod
     def enabled(cls) -> Self:
         """Make the metrics of one process (or one test)."""
-        return cls(_Instruments())
+        made = cls(_Instruments())
+        version = installed_version()
+        made.watch(BUILD_INFO, lambda: ((1.0, {"version": version}),))
+        return made
 
     @classmethod
     def disabled(cls) -> Self:
@@ -90,9 +101,8 @@ class _Instruments:
         )
         self._meter: otel.Meter = self.provider.get_meter("isthmus")
         self._readers: dict[str, Callable[[], float | Iterable[Reading]]] = {}
-        self._render_lock = (
-            threading.Lock()
-        )  # the reader's hand-over queue takes one scrape at a time
+        # The reader's hand-over queue takes one scrape at a time.
+        self._render_lock = threading.Lock()
         self.counters: dict[str, otel.Counter] = {}
         self.histograms: dict[str, otel.Histogram] = {}
         for metric in all_metrics():

@@ -7,12 +7,11 @@ import importlib.util
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.config import TelemetrySettings
 from services.telemetry.catalog import Span as SpanSpec
 from services.telemetry.logs import get_logger
 from services.telemetry.redact import Redactor
@@ -30,18 +29,6 @@ AttributeValue = str | int | float | bool
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _OTLP_MODULE = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
 _EXPORT_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSettings:
-    """Where spans go. Both destinations empty = tracing is off and costs nothing."""
-
-    service: str  # "router" | "worker" | ...
-    instance: str
-    otlp_endpoint: str = ""
-    trace_file: str = ""
-    trace_file_max_bytes: int = 64 << 20
-    sample_ratio: float = 1.0
 
 
 class Span:
@@ -117,20 +104,6 @@ class Tracing:
         )
         return Span(otel, spec)
 
-    @contextmanager
-    def span(
-        self, spec: SpanSpec, *, parent: str = "", **attributes: AttributeValue
-    ) -> Iterator[Span]:
-        """Open a span around a block; an exception ends it with the exception's type."""
-        span = self.start(spec, parent=parent, start_ns=None, **attributes)
-        try:
-            yield span
-        except BaseException as error:
-            span.end(error_code=type(error).__name__)
-            raise
-        finally:
-            span.end()
-
     def record(
         self, spec: SpanSpec, *, parent: str, start_ns: int, end_ns: int,
         **attributes: AttributeValue,
@@ -160,7 +133,9 @@ class Tracing:
 class _Backend:
     """OpenTelemetry objects of one process."""
 
-    def __init__(self, settings: TraceSettings, exporters: list[SpanExporter]) -> None:
+    def __init__(
+        self, exporters: list[SpanExporter], *, service: str, instance: str, sample_ratio: float
+    ) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
@@ -169,12 +144,12 @@ class _Backend:
 
         resource = Resource.create(
             {
-                "service.name": f"isthmus-{settings.service}",
-                "service.instance.id": settings.instance,
+                "service.name": f"isthmus-{service}",
+                "service.instance.id": instance,
             }
         )
         self.provider: TracerProvider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
             resource=resource,
             shutdown_on_exit=False,
             span_limits=SpanLimits(max_attributes=32, max_attribute_length=256),
@@ -189,19 +164,27 @@ class _Backend:
         return sum(queue.num_dropped for queue in self._queues)
 
 
-def setup_tracing(settings: TraceSettings, redactor: Redactor | None = None) -> Tracing:
-    """Make tracing for this process; off when no destination is configured."""
+def setup_tracing(settings: TelemetrySettings, *, service: str, instance: str) -> Tracing:
+    """Make tracing for this process; without a destination it is off and costs nothing.
+
+    Args:
+        settings: where spans go, and how many of them.
+        service: "router" | "worker".
+        instance: name of this process among its kind.
+    """
     exporters: list[SpanExporter] = []
     if settings.trace_file:
         from services.telemetry.trace_file import JsonLinesExporter
 
         path = Path(settings.trace_file)
-        exporters.append(
-            JsonLinesExporter(path, settings.trace_file_max_bytes, redactor or Redactor())
-        )
+        exporters.append(JsonLinesExporter(path, settings.trace_file_max_bytes, Redactor()))
     if settings.otlp_endpoint:
         exporters.extend(_otlp_exporter(settings.otlp_endpoint))
-    return Tracing(_Backend(settings, exporters)) if exporters else Tracing.disabled()
+    if not exporters:
+        return Tracing.disabled()
+    return Tracing(
+        _Backend(exporters, service=service, instance=instance, sample_ratio=settings.sample_ratio)
+    )
 
 
 def _otlp_exporter(endpoint: str) -> list[SpanExporter]:

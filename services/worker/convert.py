@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 
 from services.common.errors import ERROR_TABLE, RequestError
-from services.common.ids import BlockHash
+from services.common.limits import Limits
 from services.common.sampling import SamplingParams
 from services.engine.api import (
     ChoiceDone,
@@ -17,11 +19,7 @@ from services.engine.api import (
     TokensOut,
 )
 from services.pb import common_pb2, worker_pb2
-
-HASH_BYTES = 16
-MAX_N = 16
-MAX_STOP_IDS = 64
-MAX_LOGPROBS = 20
+from services.registry.base import LoadReport
 
 _FINISH = {
     EndReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -50,21 +48,19 @@ def token_array(data: bytes, vocab_size: int) -> TokenArray:
     return tokens
 
 
-def split_hashes(data: bytes) -> tuple[BlockHash, ...]:
-    """Split packed block hashes."""
-    if len(data) % HASH_BYTES:
-        raise RequestError(
-            "invalid_argument", "block_hashes is not a multiple of 16 bytes", param="block_hashes"
-        )
-    return tuple(BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES))
-
-
-def sampling_params(work: worker_pb2.Work) -> SamplingParams:
+def sampling_params(work: worker_pb2.Work, limits: Limits) -> SamplingParams:
     """Read the sampling parameters of a work item; the router has checked their ranges."""
     wire = work.sampling
     n = work.n or 1
-    if n > MAX_N or len(wire.stop_token_ids) > MAX_STOP_IDS or wire.top_logprobs > MAX_LOGPROBS:
-        raise RequestError("invalid_argument", "n, stop_token_ids or top_logprobs above the limit")
+    for name, count, limit in (
+        ("n", n, limits.max_choices),
+        ("stop_token_ids", len(wire.stop_token_ids), limits.max_stop_token_ids),
+        ("top_logprobs", wire.top_logprobs, limits.max_logprobs),
+    ):
+        if count > limit:
+            raise RequestError(
+                "invalid_argument", f"{name} is {count}, this worker's limit is {limit}", param=name
+            )
     if work.max_tokens < 1:
         raise RequestError("invalid_argument", "max_tokens must be at least 1", param="max_tokens")
     return SamplingParams(
@@ -147,9 +143,9 @@ def wire_done(
     return done
 
 
-def wire_load(load: EngineLoad, role: common_pb2.RoleWeights, state: int) -> worker_pb2.Load:
-    """Build a Load message."""
-    return worker_pb2.Load(
+def load_report(load: EngineLoad) -> LoadReport:
+    """Return what the registry is told of the load."""
+    return LoadReport(
         queued_uncached_tokens=load.queued_uncached_tokens,
         resident_tokens=load.resident_tokens,
         kv_free=load.blocks_free + load.blocks_cached,
@@ -157,8 +153,13 @@ def wire_load(load: EngineLoad, role: common_pb2.RoleWeights, state: int) -> wor
         rate_tok_s=load.rate_tok_s,
         tbt_a_us=load.tbt_a_us,
         tbt_b_us=load.tbt_b_us,
-        role=role,
-        state=state,  # type: ignore[arg-type]  # an int of the enum
         running=load.running,
         waiting=load.waiting,
     )
+
+
+def wire_load(
+    load: EngineLoad, role: common_pb2.RoleWeights, state: common_pb2.WorkerState.ValueType
+) -> worker_pb2.Load:
+    """Build a Load message: the report, and what routers hear from the worker alone."""
+    return worker_pb2.Load(**asdict(load_report(load)), role=role, state=state)

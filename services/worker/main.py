@@ -20,10 +20,10 @@ from services.common.config import IsthmusConfig
 from services.common.errors import ConfigError, ModelFileError
 from services.common.ids import Incarnation, WorkerId, new_incarnation
 from services.common.model_manifest import read_manifest
+from services.decode.admission import AdmissionLimits
 from services.engine.api import CacheDelta
 from services.engine.config import EngineConfig
 from services.engine.loop import EngineLoop
-from services.engine.plan import StepPlan, StepResult
 from services.engine.runner import KvStore, Runner
 from services.engine.scheduler import Scheduler
 from services.kv.block_pool import BlockPool
@@ -35,21 +35,22 @@ from services.models.catalog import resolve
 from services.models.load import load_model
 from services.models.resolved import identity as kv_identity
 from services.pb import worker_pb2_grpc
-from services.registry.base import LoadReport, WorkerInfo
+from services.registry.base import WorkerInfo
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.schema import namespace_of
 from services.runtime.run import Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
 from services.runtime.threads import available_cores
-from services.telemetry import catalog
 from services.telemetry.logs import get_logger
-from services.telemetry.metrics import Metrics, Reading
+from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
-from services.telemetry.tracing import TraceSettings, Tracing, setup_tracing
+from services.telemetry.tracing import Tracing, setup_tracing
 from services.transfer.config import TransferConfig
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
+from services.worker.convert import load_report
 from services.worker.memory_plan import MemoryPlan, plan_memory
+from services.worker.metrics import Total, count_step, watch_gauges, worker_totals
 from services.worker.servicer import StaticStatus, WorkerServicer
 from services.worker.shell import WorkerIdentity, WorkerShell
 from services.worker.trace import WorkTracer
@@ -89,6 +90,7 @@ class Parts:
     lease: WorkerLease
     tracing: Tracing
     metrics: Metrics
+    totals: tuple[Total, ...]
 
 
 def run_worker(config: IsthmusConfig) -> int:
@@ -130,7 +132,6 @@ class _Worker:
             log.error("worker.cannot_start", reason=str(error))
             raise
         self._parts = parts
-        self._set_gauges(parts)
         self._serve_metrics(parts.metrics)
         loop = asyncio.get_running_loop()
         lease = parts.lease
@@ -205,19 +206,19 @@ class _Worker:
             max_num_seqs=settings.max_num_seqs,
             max_step_tokens=max(settings.max_step_tokens, settings.max_num_seqs + 16),
             chunk_target_s=settings.chunk_target_ms / 1000,
-            max_open_requests=settings.max_queued_requests,
+            max_open_requests=settings.max_requests,
             prefill_weight=prefill,
             decode_weight=decode,
         )
         store = KvStore(memory, model.device)
         runner = Runner(model, store, manifest.eos_token_ids)
-        tracing = setup_tracing(self._trace_settings(worker_id))
+        tracing = setup_tracing(self._config.telemetry, service="worker", instance=worker_id)
         metrics = Metrics.enabled()
         engine = EngineLoop(
             Scheduler(engine_config, pool, store),
             runner,
             self._clock,
-            lambda plan, result: _count_step(metrics, plan, result),
+            lambda plan, result: count_step(metrics, plan, result),
         )
         source, sink = self._transfer_ends(memory, identity, worker_id, incarnation)
         shell = WorkerShell(
@@ -227,6 +228,7 @@ class _Worker:
             sink,
             self._clock,
             WorkTracer(tracing, metrics, self._clock),
+            AdmissionLimits(max_requests=settings.max_requests, request=self._config.limits),
         )
         shell.set_initial_role(prefill, decode)
         info = WorkerInfo(
@@ -261,7 +263,9 @@ class _Worker:
             pool_reason=plan.reason,
             machine=platform.machine(),
         )
-        return Parts(shell, servicer, engine, memory, lease, tracing, metrics)
+        watch_gauges(metrics, engine, source, sink, tracing)
+        totals = worker_totals(engine, sink, lease)
+        return Parts(shell, servicer, engine, memory, lease, tracing, metrics, totals)
 
     def _plan(self, layout: KvLayout, context_length: int) -> MemoryPlan:
         return plan_memory(
@@ -305,33 +309,10 @@ class _Worker:
             self._config.store.url.get_secret_value(),
             namespace_of(info.weights_digest),
             info,
-            lambda: _load_report(engine),
+            lambda: load_report(engine.load()),
             engine.cached_hashes,
             self._clock,
             LeaseConfig(lease_ms=lease.worker_lease_ms, heartbeat_s=lease.heartbeat_ms / 1000),
-        )
-
-    def _trace_settings(self, worker_id: str) -> TraceSettings:
-        telemetry = self._config.telemetry
-        return TraceSettings(
-            service="worker",
-            instance=worker_id,
-            otlp_endpoint=telemetry.otlp_endpoint,
-            trace_file=telemetry.trace_file,
-            trace_file_max_bytes=telemetry.trace_file_max_bytes,
-            sample_ratio=telemetry.sample_ratio,
-        )
-
-    def _set_gauges(self, parts: Parts) -> None:
-        engine, shell = parts.engine, parts.shell
-        parts.metrics.watch(catalog.KV_BLOCKS, lambda: _block_readings(engine))
-        parts.metrics.watch(catalog.WORK_OPEN, lambda: _work_readings(engine))
-        parts.metrics.watch(
-            catalog.TRANSFERS_OPEN,
-            lambda: (
-                (shell.source.num_open(), {"side": "send"}),
-                (shell.sink.num_open(), {"side": "receive"}),
-            ),
         )
 
     def _serve_metrics(self, metrics: Metrics) -> None:
@@ -346,13 +327,11 @@ class _Worker:
     # -- running ------------------------------------------------------------------------------
 
     async def _keep_house(self, parts: Parts) -> None:
-        num_preemptions = 0
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             parts.shell.sweep()
-            seen, num_preemptions = num_preemptions, parts.engine.load().preemptions
-            if num_preemptions > seen:
-                parts.metrics.add(catalog.PREEMPTIONS, num_preemptions - seen)
+            for total in parts.totals:
+                total.tell(parts.metrics)
 
     async def failed(self) -> str:
         """Come back when the engine has died or another process has taken this worker's name."""
@@ -394,38 +373,3 @@ class _Worker:
 
 def _publish(lease: WorkerLease, delta: CacheDelta) -> None:
     lease.publish(delta.added, delta.removed)
-
-
-def _count_step(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
-    metrics.add(catalog.STEPS)
-    metrics.observe(catalog.STEP_TIME, result.elapsed_s)
-    metrics.observe(catalog.STEP_TOKENS, sum(len(row.token_ids) for row in plan.rows))
-
-
-def _block_readings(engine: EngineLoop) -> tuple[Reading, ...]:
-    load = engine.load()
-    return (
-        (load.blocks_in_use, {"state": "in_use"}),
-        (load.blocks_cached, {"state": "cached"}),
-        (load.blocks_free, {"state": "free"}),
-    )
-
-
-def _work_readings(engine: EngineLoop) -> tuple[Reading, ...]:
-    load = engine.load()
-    return (load.running, {"state": "running"}), (load.waiting, {"state": "waiting"})
-
-
-def _load_report(engine: EngineLoop) -> LoadReport:
-    load = engine.load()
-    return LoadReport(
-        queued_uncached_tokens=load.queued_uncached_tokens,
-        resident_tokens=load.resident_tokens,
-        kv_free=load.blocks_free + load.blocks_cached,
-        kv_total=load.blocks_total,
-        rate_tok_s=load.rate_tok_s,
-        tbt_a_us=load.tbt_a_us,
-        tbt_b_us=load.tbt_b_us,
-        running=load.running,
-        waiting=load.waiting,
-    )

@@ -170,7 +170,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             slot=self._status.slot(),
             slot_gen=gens[0] if gens else 0,
             role=shell.role.weights,
-            state=shell.role.state,  # type: ignore[arg-type]  # an int of the enum
+            state=shell.role.state,
             model=shell.identity.manifest.name,
             kv_identity_fp=shell.identity.kv_identity_fp,
             load=shell.load_message(),

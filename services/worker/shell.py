@@ -61,7 +61,6 @@ from services.worker import convert
 from services.worker.session import DoneOut, Outgoing, RouterSession, TicketOut
 from services.worker.trace import WorkTracer
 
-DEFAULT_DEADLINE_MS = 600_000
 _WARM_UP_KEY = RequestKey("warm-up")
 _WARM_UP_TOKENS = 96
 _PLANES = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
@@ -103,7 +102,7 @@ class RoleState:
 
     prefill: float
     decode: float
-    state: int = common_pb2.WORKER_STATE_LIVE
+    state: common_pb2.WorkerState.ValueType = common_pb2.WORKER_STATE_LIVE
     weights: common_pb2.RoleWeights = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +121,7 @@ class WorkerShell:
         sink: Sink,
         clock: Clock,
         tracer: WorkTracer,
+        limits: AdmissionLimits,
     ) -> None:
         self.identity = identity
         self.engine = engine
@@ -132,7 +132,7 @@ class WorkerShell:
         self.slot_gens: Callable[[], tuple[int, ...]] = tuple
         self._clock = clock
         self._tracer = tracer
-        self._limits = AdmissionLimits()
+        self._limits = limits
         self._ladder = FailureLadder(self._limits)
         self._ladder_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -184,7 +184,7 @@ class WorkerShell:
             token_ids=tokens,
             block_hashes=chain_hashes(scope, tokens),
             sampling=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
-            deadline=self._clock.now() + DEFAULT_DEADLINE_MS / 1000,
+            deadline=self._clock.now() + self._limits.request.default_timeout_ms / 1000,
             tenant=_WARM_UP_KEY,
         )
         self.engine.submit(request)
@@ -315,7 +315,7 @@ class WorkerShell:
             raise RequestError(verdict.code, verdict.message)
         tokens = convert.token_array(work.token_ids, self.identity.manifest.vocab_size)
         hashes = self._verified_hashes(work, tokens)
-        sampling = convert.sampling_params(work)
+        sampling = convert.sampling_params(work, self._limits.request)
         kind = self._work_kind(work)
         if kind is WorkKind.PREFILL:
             kind = plan_prefill(sampling).kind
@@ -326,7 +326,7 @@ class WorkerShell:
             token_ids=tokens,
             block_hashes=hashes,
             sampling=sampling,
-            deadline=self._clock.now() + (work.deadline_ms or DEFAULT_DEADLINE_MS) / 1000,
+            deadline=self._clock.now() + self._time_left_s(work),
             priority=work.priority,
             tenant=work.tenant,
         )
@@ -344,6 +344,9 @@ class WorkerShell:
             received_unix_ns=self._clock.unix_ms() * 1_000_000,
         )
         return item, request
+
+    def _time_left_s(self, work: worker_pb2.Work) -> float:
+        return (work.deadline_ms or self._limits.request.default_timeout_ms) / 1000
 
     def _check_fencing(self, session: RouterSession, work: worker_pb2.Work) -> None:
         if work.expect_incarnation != self.identity.incarnation:

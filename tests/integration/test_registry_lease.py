@@ -102,6 +102,16 @@ async def test_registers_publishes_drains_and_leaves(store_url: str) -> None:
         assert await reader.snapshot() == ()
 
 
+async def test_renewals_are_counted_by_outcome(store_url: str) -> None:
+    with leased(store_url, config=LeaseConfig(heartbeat_s=0.02)) as lease:
+        await eventually(lambda: lease.renewals["ok"] >= 2)
+        assert lease.renewals["gone"] == 0
+        with redis.Redis.from_url(store_url) as admin:
+            admin.flushall()
+        await eventually(lambda: lease.renewals["gone"] == 1)
+        assert lease.renewals["failed"] == 0
+
+
 async def test_comes_back_after_the_store_was_flushed(store_url: str) -> None:
     """RB-033: the worker re-registers and re-publishes within two seconds."""
     chain = make_chain(1, 40)

@@ -230,7 +230,8 @@ async def test_last_decode_worker_gone_lets_prefill_stay(store_url: str) -> None
         await cluster["d0"].kill()
         answer = await task
         assert answer.tokens() == reference(call)
-        assert answer.end.timing.mode == "STAY"
+        timing = answer.end.timing
+        assert (timing.mode, timing.reason) == ("STAY", "no_decode_worker")
         assert [j.kind for j in cluster["p0"].jobs] == ["prefill", "whole"]
 
 

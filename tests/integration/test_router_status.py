@@ -75,6 +75,20 @@ async def test_metrics_count_decisions_outcomes_and_stages(store_url: str) -> No
             assert line in text
 
 
+async def test_failed_handoff_is_counted_by_its_code(store_url: str) -> None:
+    metrics = Metrics.enabled()
+    async with running_cluster(
+        store_url, [prefill(), decoder()], hooks=MetricsHooks(metrics)
+    ) as cluster:
+        cluster["d0"].refuse_with = "overloaded"
+        answer = await cluster.ask(make_call())
+    assert answer.end.timing.mode == "STAY"
+    assert 'isthmus_handoffs_total{outcome="overloaded",plane="none"} 1.0' in (
+        metrics.render().decode()
+    )
+    metrics.shutdown()
+
+
 async def test_readiness_follows_the_forced_mode(store_url: str) -> None:
     """A router that may only run REMOTE is not ready with one pool."""
     config = RouterConfig(force_mode="REMOTE")

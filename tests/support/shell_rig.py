@@ -12,6 +12,7 @@ from services.common.clock import ManualClock
 from services.common.errors import RequestError
 from services.common.ids import BlockHash, BlockId, Incarnation, WorkerId
 from services.common.model_manifest import ModelManifest
+from services.decode.admission import AdmissionLimits
 from services.engine.api import (
     CacheDelta,
     EngineEvent,
@@ -177,7 +178,9 @@ class ShellRig:
         identity = WorkerIdentity(
             WorkerId("w"), Incarnation(INCARNATION), make_manifest(), "identity"
         )
-        self.shell = WorkerShell(identity, self.engine, self.source, self.sink, self.clock, tracer)
+        self.shell = WorkerShell(
+            identity, self.engine, self.source, self.sink, self.clock, tracer, AdmissionLimits()
+        )
         self.session: RouterSession
 
     def start(self) -> ShellRig:

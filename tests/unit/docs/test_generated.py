@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config import IsthmusConfig
+from services.common.config_source import iter_fields
+from services.telemetry import catalog
 from services.telemetry.catalog import Counter, all_metrics, all_spans
 from tools import adr_index, gen_docs, gen_protos
 
 ROOT = Path(__file__).resolve().parents[3]
+CATALOG = ROOT / "services/telemetry/catalog.py"
+CONFIG = ROOT / "services/common/config.py"
+# Consent, asked for when the configuration is loaded.
+ONLY_CHECKED = frozenset({"allow_unauthenticated", "allow_plaintext"})
 METRIC_NAME = re.compile(r"isthmus_[a-z0-9_]+")
 EVENT_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception"})
@@ -86,6 +93,62 @@ def test_catalogue_names_are_well_formed_and_unique() -> None:
         assert metric.name.endswith("_total") == isinstance(metric, Counter), metric.name
         assert metric.description.endswith(".")
         assert not {"request_id", "user", "prompt"} & set(metric.labels)
+
+
+def uses_of(module: Path) -> Iterator[tuple[Path, ast.AST]]:
+    for path in sources():
+        if path != module:
+            yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_every_catalogue_entry_is_written_by_the_code() -> None:
+    """An entry nobody writes is a promise in docs/metrics.md that is not kept."""
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for _, node in uses_of(CATALOG)
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    entries = {
+        name: entry
+        for name, entry in vars(catalog).items()
+        if isinstance(entry, (catalog.Counter, catalog.Gauge, catalog.Histogram, catalog.Span))
+    }
+    assert len(entries) == len(all_metrics()) + len(all_spans())
+    assert sorted(entries.keys() - used) == []
+
+
+def test_every_span_attribute_is_set_where_its_span_is() -> None:
+    """Attributes are keyword arguments, in a file that names the span."""
+    keywords: dict[str, set[str]] = {}
+    for path, node in uses_of(CATALOG):
+        if isinstance(node, ast.Call):
+            found = {keyword.arg for keyword in node.keywords if keyword.arg}
+            keywords.setdefault(str(path), set()).update(found)
+    for constant, span in vars(catalog).items():
+        if isinstance(span, catalog.Span):
+            paths = {
+                str(path)
+                for path, node in uses_of(CATALOG)
+                if isinstance(node, ast.Attribute) and node.attr == constant
+            }
+            given = set().union(*(keywords[path] for path in paths))
+            assert sorted(set(span.attributes) - given) == [], constant
+
+
+def test_every_setting_is_read() -> None:
+    """A setting that changes nothing is worse than none. `section.field`, or a bound section."""
+    read = {node.attr for _, node in uses_of(CONFIG) if isinstance(node, ast.Attribute)}
+    checked = {
+        node.attr
+        for node in ast.walk(ast.parse(CONFIG.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    unread = [
+        field.key
+        for field in iter_fields(IsthmusConfig)
+        if field.key.partition(".")[2] not in read | (checked & ONLY_CHECKED)
+    ]
+    assert unread == []
 
 
 def test_code_uses_catalogue_names_only() -> None:

@@ -1,0 +1,83 @@
+"""What a worker writes to the catalogue's metrics besides its work items and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from services.engine.api import Engine
+from services.engine.plan import StepPlan, StepResult
+from services.registry.lease import RENEWAL_OUTCOMES, WorkerLease
+from services.telemetry import catalog
+from services.telemetry.metrics import Metrics, Reading
+from services.telemetry.tracing import Tracing
+from services.transfer.sink import TransferSink
+from services.transfer.source import TransferSource
+
+
+def count_step(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
+    """Count one engine step; called on the engine thread."""
+    metrics.add(catalog.STEPS)
+    metrics.observe(catalog.STEP_TIME, result.elapsed_s)
+    metrics.observe(catalog.STEP_TOKENS, plan.num_tokens)
+
+
+def watch_gauges(
+    metrics: Metrics,
+    engine: Engine,
+    source: TransferSource,
+    sink: TransferSink,
+    tracing: Tracing,
+) -> None:
+    """Register the gauges; each reads a value its owner keeps ready."""
+    metrics.watch(catalog.KV_BLOCKS, lambda: _block_readings(engine))
+    metrics.watch(catalog.WORK_OPEN, lambda: _work_readings(engine))
+    metrics.watch(
+        catalog.TRANSFERS_OPEN,
+        lambda: ((source.num_open(), {"side": "send"}), (sink.num_open(), {"side": "receive"})),
+    )
+    metrics.watch(catalog.SPANS_DROPPED, lambda: tracing.num_dropped)
+
+
+@dataclass(slots=True)
+class Total:
+    """A number some thread counts for itself, and how much of it the counter was told."""
+
+    metric: catalog.Counter
+    read: Callable[[], int]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    told: int = 0
+
+    def tell(self, metrics: Metrics) -> None:
+        """Add what has come since the last call."""
+        now = self.read()
+        if now > self.told:
+            metrics.add(self.metric, now - self.told, **self.labels)
+            self.told = now
+
+
+def worker_totals(engine: Engine, sink: TransferSink, lease: WorkerLease) -> tuple[Total, ...]:
+    """Name the totals that are told by housekeeping rather than by who counts them."""
+    return (
+        Total(catalog.PREEMPTIONS, lambda: engine.load().preemptions),
+        Total(catalog.KV_INTEGRITY_ERRORS, lambda: sink.counters.integrity_errors),
+        *(_renewals(lease, outcome) for outcome in RENEWAL_OUTCOMES),
+    )
+
+
+def _renewals(lease: WorkerLease, outcome: str) -> Total:
+    return Total(catalog.LEASE_RENEWALS, lambda: lease.renewals[outcome], {"outcome": outcome})
+
+
+def _block_readings(engine: Engine) -> tuple[Reading, ...]:
+    load = engine.load()
+    return (
+        (load.blocks_in_use, {"state": "in_use"}),
+        (load.blocks_cached, {"state": "cached"}),
+        (load.blocks_free, {"state": "free"}),
+    )
+
+
+def _work_readings(engine: Engine) -> tuple[Reading, ...]:
+    load = engine.load()
+    return (load.running, {"state": "running"}), (load.waiting, {"state": "waiting"})
