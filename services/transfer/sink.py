@@ -10,7 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.common.clock import Clock
 from services.common.errors import ConfigError
@@ -23,6 +23,7 @@ from services.transfer import codec, receiver
 from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
 from services.transfer.block_writer import BlockWriter
 from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.counters import SinkCounters
 from services.transfer.credit import CreditRound
 from services.transfer.handshake import LocalEnd, host_id
 from services.transfer.loop import Inbox, Timers
@@ -75,18 +76,6 @@ class _Receive:
         """Who holds its KV."""
         ticket = self.ticket
         return Target(ticket.zmq_endpoint, ticket.worker_id, ticket.incarnation)
-
-
-@dataclass(slots=True)
-class SinkCounters:
-    """Totals since start, for metrics; written by the sink's thread alone."""
-
-    ready: int = 0
-    released: dict[str, int] = field(default_factory=dict)  # by code
-    integrity_errors: int = 0
-    bad_frames: int = 0
-    gaps: int = 0
-    discarded_frames: int = 0
 
 
 class TransferSink:
@@ -568,6 +557,7 @@ class TransferSink:
         kind, now = message.header.type, self._clock.now()
         if kind is MessageType.OPENED:
             codec.parse(pb.Opened, message.body)
+            self.counters.opened += machine.state is receiver.ReceiverState.OPENING
             return machine.on_opened(now)
         if kind is MessageType.READY:
             count = self._layout.digests_per_block
@@ -604,7 +594,9 @@ class TransferSink:
     # ---- blocks -------------------------------------------------------------------------------
 
     def _on_verdict(self, receive: _Receive, index: int, wrong: str | None) -> None:
-        if wrong is not None:
+        if wrong is None:
+            self.counters.blocks += 1
+        else:
             self.counters.integrity_errors += 1
             log.warning(
                 "transfer.integrity_error",
@@ -752,7 +744,7 @@ class TransferSink:
         can_recompute: bool = True,
         stats: TransferStats | None = None,
     ) -> None:
-        self.counters.released[code] = self.counters.released.get(code, 0) + 1
+        self.counters.note_released(code)
         self._emit(SinkReleased(key, code, message, can_recompute, stats or _NO_STATS))
 
     def _emit(self, event: SinkEvent) -> None:

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
 from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, TransferStats
 from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.counters import SourceCounters
 from services.transfer.data_pump import DataPump
 from services.transfer.handshake import LocalEnd, answer_hello, host_id
 from services.transfer.loop import Inbox, Timers
@@ -54,18 +54,6 @@ _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
 _MAX_TOMBSTONES = 4096
-
-
-@dataclass(slots=True)
-class SourceCounters:
-    """Totals since start, for metrics; written by the source's thread alone."""
-
-    offers: int = 0
-    released: dict[str, int] = field(default_factory=dict)  # by outcome
-    rejects: dict[str, int] = field(default_factory=dict)  # by code
-    bad_frames: int = 0
-    resends: int = 0
-    incompatible: int = 0
 
 
 class TransferSource:
@@ -471,6 +459,7 @@ class TransferSource:
                 return
             route, frames = received
             if self._mutes.is_muted(route, self._clock.now()):
+                self.counters.muted_frames += 1
                 continue
             try:
                 self._handle(parse_route(route), decode(frames))
@@ -524,6 +513,7 @@ class TransferSource:
             offered = self._by_xfer.get(xfer_id)
             if offered is not None and offered.machine.on_renew(peer.base, now):
                 known.append(xfer_id)
+                self.counters.renewals += 1
                 self._timers.at_latest(xfer_id, offered.machine.next_deadline())
         body = pb.Renewed(xfer_ids=known).SerializeToString()
         self._send(peer, MessageType.RENEWED, body)
@@ -630,7 +620,9 @@ class TransferSource:
             self._timers.at_latest(machine.xfer_id, machine.next_deadline())
 
     def _send_action(self, offered: Offered, action: SendAction) -> None:
-        if isinstance(action, sender.SendReject):
+        if isinstance(action, sender.SendOpened):
+            self.counters.opened += 1
+        elif isinstance(action, sender.SendReject):
             self._note_reject(action.peer, action.code, action.detail)
         for kind, body in offered.messages(action):
             self._send(action.peer, kind, body, offered.machine.xfer_id, action.attempt)
@@ -649,7 +641,7 @@ class TransferSource:
         self._send(peer, MessageType.REJECT, body, xfer_id, attempt)
 
     def _note_reject(self, peer: Peer, code: RejectCode, detail: str) -> None:
-        self.counters.rejects[code.name] = self.counters.rejects.get(code.name, 0) + 1
+        self.counters.note_reject(code.name)
         log.info("transfer.rejected", peer=worker_id_of(peer.base), code=code.name, detail=detail)
 
     def _send(
@@ -675,7 +667,7 @@ class TransferSource:
         if len(self._tombstones) > _MAX_TOMBSTONES:
             self._bury(next(iter(self._tombstones)))
         outcome = action.outcome
-        self.counters.released[outcome] = self.counters.released.get(outcome, 0) + 1
+        self.counters.note_released(outcome)
         stats = TransferStats(
             plane=machine.plane,
             peer=worker_id_of(machine.owner.base) if machine.owner else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,13 +16,15 @@ from typing import Any
 from services.common.ids import BlockId
 from services.transfer.api import Offer
 from tests.support.transfer_ends import (
-    FAST,
+    BRISK,
+    CALM,
     DecodeEnd,
     PrefillEnd,
     hashes,
     make_decode,
     make_prefill,
     outcome,
+    wait_until,
     with_planes,
 )
 
@@ -29,10 +32,11 @@ from tests.support.transfer_ends import (
 class EndProcess:
     """The parent's handle."""
 
-    def __init__(self, role: str, plane: str, runtime_dir: Path) -> None:
+    def __init__(self, role: str, times: str, plane: str, runtime_dir: Path) -> None:
         root = Path(__file__).parents[2]
+        arguments = [role, times, plane, str(runtime_dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer_process", role, plane, str(runtime_dir)],
+            [sys.executable, "-m", "tests.support.transfer_process", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=root,
@@ -53,6 +57,10 @@ class EndProcess:
         assert self._process.stdout is not None
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
+
+    def wait_for(self, counter: str, at_least: int, timeout_s: float = 15.0) -> None:
+        """Wait until a counter of the process's end has come that far."""
+        wait_until(lambda: self.ask("counters")[counter] >= at_least, timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process."""
@@ -101,16 +109,22 @@ def _decode(end: DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
     return {"outcome": outcome(event), "hashes": content_hashes(end, ask["blocks"])}
 
 
+def _answer(end: PrefillEnd | DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
+    if ask["command"] == "counters":
+        ends = end.source if isinstance(end, PrefillEnd) else end.sink
+        return dataclasses.asdict(ends.counters)
+    return _prefill(end, ask) if isinstance(end, PrefillEnd) else _decode(end, ask)
+
+
 def main() -> None:
     """Serve commands until the input ends."""
-    role, plane, runtime_dir = sys.argv[1:]
-    config = with_planes(FAST, plane)
+    role, times, plane, runtime_dir = sys.argv[1:]
+    config = with_planes({"calm": CALM, "brisk": BRISK}[times], plane)
     end: PrefillEnd | DecodeEnd
     end = make_prefill(Path(runtime_dir), config) if role == "prefill" else make_decode(config)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        ask = json.loads(line)
-        answer = _prefill(end, ask) if isinstance(end, PrefillEnd) else _decode(end, ask)
+        answer = _answer(end, json.loads(line))
         print(json.dumps(answer), flush=True)
     end.stop()
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from services.transfer.wire import Header, MessageType, encode
 from services.transfer.zmq_plane import MAIN, peer_base
 from tests.support.tcp_proxy import Faults, TcpProxy
 from tests.support.transfer_ends import (
-    FAST,
+    BRISK,
+    CALM,
+    PAUSE_S,
     DecodeEnd,
     PrefillEnd,
     make_decode,
@@ -33,7 +36,8 @@ from tests.support.transfer_ends import (
 
 pytestmark = pytest.mark.integration
 
-ZMQ = with_planes(FAST, "zmq")
+ZMQ = with_planes(CALM, "zmq")
+BRISK_ZMQ = with_planes(BRISK, "zmq")
 
 
 class Bad:
@@ -65,15 +69,23 @@ def bad(tmp_path: Path) -> Iterator[Bad]:
     ends.stop()
 
 
-def test_a_slow_link_is_slow_but_right(bad: Bad) -> None:
+def test_a_slow_link_is_slow_but_right(tmp_path: Path) -> None:
     """Leases hold while there is progress, however little."""
-    bad.faults.rate_bytes_s = 800 * 1000.0
+    bad = Bad(tmp_path, replace(ZMQ, lease_s=1.5))
+    try:
+        _cross_slowly(bad, 2 * 1.5)
+    finally:
+        bad.stop()
+
+
+def _cross_slowly(bad: Bad, at_least_s: float) -> None:
+    bad.faults.rate_bytes_s = 500 * 1000.0
     ticket, offer = bad.prefill.offer_all("k", 16 * 60)
     blocks = bad.decode.receive("k", ticket, offer)
     ready = bad.decode.events.wait("k", 20)
     assert outcome(ready) == "ready"
     assert ready.stats.nacks == 0
-    assert ready.stats.pull_us > 2 * FAST.lease_s * 1e6  # longer than two leases
+    assert ready.stats.pull_us > at_least_s * 1e6
     assert same_content(bad.prefill, "k", bad.decode, blocks, 0)
 
 
@@ -83,19 +95,20 @@ def test_cancel_of_many_on_a_slow_link_ends_all_soon(tmp_path: Path) -> None:
     try:
         for round_ in range(2):
             bad.faults.rate_bytes_s = 1_000_000.0
+            num_before = bad.decode.sink.counters.blocks
             keys = [f"{round_}-{i}" for i in range(40)]
             for key in keys:
                 ticket, offer = bad.prefill.offer_all(key, 16 * 5)
                 bad.decode.receive(key, ticket, offer)
-            time.sleep(0.5)
+            wait_until(partial(_has_blocks, bad.decode, num_before + 8))
             started = time.monotonic()
             for key in keys:
                 bad.decode.sink.cancel(key, "client left")
             for key in keys:
-                assert outcome(bad.decode.events.wait(key, 2)) in ("cancelled", "ready")
-                assert outcome(bad.prefill.events.wait(key, 5)) in ("aborted", "done")
+                assert outcome(bad.decode.events.wait(key)) in ("cancelled", "ready")
+                assert outcome(bad.prefill.events.wait(key)) in ("aborted", "done")
             in_flight = 3 * ZMQ.data_message_bytes + MIB  # ZMQ's and the kernel's buffers
-            assert time.monotonic() - started < 1 + in_flight / 1_000_000
+            assert time.monotonic() - started < 1 + in_flight / 1_000_000 + PAUSE_S
             for key in keys:
                 bad.prefill.free += bad.prefill.lent.pop(key)
             bad.decode.free = list(range(512))  # type: ignore[arg-type]  # nothing is lent
@@ -107,9 +120,13 @@ def test_cancel_of_many_on_a_slow_link_ends_all_soon(tmp_path: Path) -> None:
         bad.stop()
 
 
+def _has_blocks(decode: DecodeEnd, count: int) -> bool:
+    return decode.sink.counters.blocks >= count
+
+
 def test_flipped_bits_never_reach_a_request(tmp_path: Path) -> None:
     """RB-025: every delivered block is right; flips are counted or break the connection."""
-    bad = Bad(tmp_path, ZMQ, num_blocks=256)
+    bad = Bad(tmp_path, BRISK_ZMQ, num_blocks=256)
     outcomes: list[str] = []
     try:
         bad.faults.flip_every_bytes = 400 * KIB
@@ -117,10 +134,10 @@ def test_flipped_bits_never_reach_a_request(tmp_path: Path) -> None:
             key = f"k{i}"
             ticket, offer = bad.prefill.offer_all(key, 16 * 10 + i % 16)
             blocks = bad.decode.receive(key, ticket, offer)
-            outcomes.append(outcome(bad.decode.events.wait(key, 10)))
+            outcomes.append(outcome(bad.decode.events.wait(key)))
             if outcomes[-1] == "ready":
                 assert same_content(bad.prefill, key, bad.decode, blocks, i % 16)
-            bad.prefill.events.wait(key, 10)
+            bad.prefill.events.wait(key)
             bad.prefill.free += bad.prefill.lent[key]
             bad.decode.free += [b for b in blocks if b is not None]
         assert bad.faults.num_flips > 5
@@ -136,7 +153,7 @@ def test_a_cut_connection_is_resumed(bad: Bad, cut_kib: int) -> None:
     bad.faults.cut_after_bytes = cut_kib * KIB
     ticket, offer = bad.prefill.offer_all("k", 16 * 20 + 3)
     blocks = bad.decode.receive("k", ticket, offer)
-    event = bad.decode.events.wait("k", 10)
+    event = bad.decode.events.wait("k")
     if cut_kib == 1:  # before the connection was up: that is a failure to connect
         assert outcome(event) in ("ready", "handoff_failed")
         return
@@ -146,16 +163,20 @@ def test_a_cut_connection_is_resumed(bad: Bad, cut_kib: int) -> None:
     assert bad.prefill.events.wait("k").outcome == "done"
 
 
-def test_partition_ends_on_both_sides(bad: Bad) -> None:
-    ticket, offer = bad.prefill.offer("k", 100)
-    bad.decode.receive("k", ticket, offer)
-    bad.prefill.seal("k", 0, 3)
-    wait_until(lambda: bad.decode.sink.planes())
-    time.sleep(0.1)
-    bad.faults.is_silent = True
-    assert bad.prefill.events.wait("k", FAST.lease_s + 1.0).outcome == "peer_lost"
-    limit = FAST.peer_timeout_s + 2 * FAST.connect_timeout_s + 1.0
-    assert bad.decode.events.wait("k", limit).code == "handoff_failed"
+def test_partition_ends_on_both_sides(tmp_path: Path) -> None:
+    bad = Bad(tmp_path, BRISK_ZMQ)
+    try:
+        ticket, offer = bad.prefill.offer("k", 100)
+        bad.decode.receive("k", ticket, offer)
+        bad.prefill.seal("k", 0, 3)
+        wait_until(lambda: bad.decode.sink.counters.blocks == 3)
+        bad.faults.is_silent = True
+        assert bad.prefill.events.wait("k", BRISK.lease_s + PAUSE_S).outcome == "peer_lost"
+        silence_s = BRISK.peer_timeout_s + BRISK.ping_interval_s
+        failed = bad.decode.events.wait("k", silence_s + BRISK.connect_timeout_s + PAUSE_S)
+        assert failed.code == "handoff_failed"
+    finally:
+        bad.stop()
 
 
 # ---- nonsense ---------------------------------------------------------------------------------
@@ -228,8 +249,11 @@ def test_a_peer_that_talks_nonsense_is_muted(prefill: PrefillEnd) -> None:
             dealer.send_multipart([b"x", b"y"])
         head, body = encode(Header(MessageType.PING, 7))
         dealer.send_multipart([head, body])
-        assert not dealer.poll(300)  # not even a right frame is answered now
-        assert prefill.source.counters.bad_frames == FAST.max_bad_frames
+        counters = prefill.source.counters
+        num_muted = 201 - CALM.max_bad_frames
+        wait_until(lambda: counters.muted_frames == num_muted)  # the right frame among them
+        assert counters.bad_frames == CALM.max_bad_frames
+        assert not dealer.poll(0)
     finally:
         context.destroy(linger=0)
 
@@ -245,7 +269,7 @@ def test_open_before_hello_is_refused(prefill: PrefillEnd) -> None:
             signed_ticket=ticket, attempt=1, have=b"\0", plane=PLANE_ZMQ
         ).SerializeToString()
         dealer.send_multipart(list(encode(Header(MessageType.OPEN, 7, 1, 1), body)))
-        assert dealer.poll(2_000)
+        assert dealer.poll(10_000)
         reply = pb.Reject.FromString(dealer.recv_multipart()[1])
         assert pb.Reject.Code.Name(reply.code) == "AUTH"
     finally:
@@ -288,7 +312,7 @@ def test_curve_admits_the_clusters_key_and_no_other(tmp_path: Path) -> None:
         ticket, offer = prefill.offer_all("k", 100)
         for name in ("other", "plain"):
             ends[name].receive(name, ticket, offer)
-            assert outcome(ends[name].events.wait(name, 5)) == "handoff_failed"
+            assert outcome(ends[name].events.wait(name)) == "handoff_failed"
         ticket, offer = prefill.offer_all("k2", 100)
         blocks = ends["good"].receive("good", ticket, offer)
         assert outcome(ends["good"].events.wait("good")) == "ready"
@@ -323,7 +347,7 @@ def test_a_pool_that_is_not_the_peers_falls_back_to_zmq_aloud(
 
 def test_reused_block_is_never_delivered_over_memfd(tmp_path: Path) -> None:
     """The generation moved after the announcement: refused, asked again, then given up."""
-    config = with_planes(FAST, "memfd")
+    config = with_planes(CALM, "memfd")
     prefill, decode = make_prefill(tmp_path, config), make_decode(config)
     try:
         ticket, offer = prefill.offer("k", 64)
@@ -335,7 +359,7 @@ def test_reused_block_is_never_delivered_over_memfd(tmp_path: Path) -> None:
         decode.reserve("k", offer)
         failed = decode.events.wait("k")
         assert (failed.code, failed.can_recompute) == ("handoff_failed", True)
-        assert decode.sink.counters.integrity_errors == FAST.max_nacks + 1
+        assert decode.sink.counters.integrity_errors == CALM.max_nacks + 1
         assert decode.sink.counters.ready == 0
     finally:
         decode.stop()

@@ -1,0 +1,46 @@
+"""What the two transfer ends count; each field is written by its end's thread alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """Totals of a source since its start."""
+
+    offers: int = 0
+    opened: int = 0  # OPENs answered with OPENED, repeated ones too
+    renewals: int = 0  # leases prolonged by RENEW
+    released: dict[str, int] = field(default_factory=dict)  # by outcome
+    rejects: dict[str, int] = field(default_factory=dict)  # by code
+    bad_frames: int = 0
+    muted_frames: int = 0  # dropped unread: their peer has sent too many bad ones
+    resends: int = 0  # blocks asked for again
+    incompatible: int = 0
+
+    def note_released(self, outcome: str) -> None:
+        """Count one end of an offer."""
+        self.released[outcome] = self.released.get(outcome, 0) + 1
+
+    def note_reject(self, code: str) -> None:
+        """Count one REJECT."""
+        self.rejects[code] = self.rejects.get(code, 0) + 1
+
+
+@dataclass(slots=True)
+class SinkCounters:
+    """Totals of a sink since its start."""
+
+    opened: int = 0  # OPENED received for a receive that waited for it
+    blocks: int = 0  # written and verified
+    ready: int = 0
+    released: dict[str, int] = field(default_factory=dict)  # by code
+    integrity_errors: int = 0
+    bad_frames: int = 0
+    gaps: int = 0
+    discarded_frames: int = 0
+
+    def note_released(self, code: str) -> None:
+        """Count one receive that ended without KV."""
+        self.released[code] = self.released.get(code, 0) + 1
