@@ -42,7 +42,7 @@ from services.engine.api import (
     TokensOut,
     WorkKind,
 )
-from services.kv.hashing import HashScope, chain_hashes
+from services.kv.hashing import HashScope, chain_hashes, pack_hashes
 from services.pb import common_pb2, worker_pb2
 from services.prefill.handoff import plan_prefill
 from services.telemetry.logs import get_logger
@@ -80,9 +80,7 @@ class WorkItem:
     kind: WorkKind
     ticket: bytes
     block_hashes: tuple[BlockHash, ...]
-    tenant: str
     traceparent: str
-    received_unix_ns: int
     stats: TransferStats | None = None  # set by the transfer thread before `received`
 
 
@@ -253,10 +251,12 @@ class WorkerShell:
         """Apply one router frame."""
         for ack in frame.ack:
             session.acknowledge(ack.request, ack.choice, ack.index)
-        for cancel in frame.cancel:
-            self._cancel(session, cancel)
+        # Work first: a frame may hold work and its own cancel, when a client left at once. A
+        # cancel names its attempt, so it never meets newer work of the same frame.
         for work in frame.work:
             self._take(session, work)
+        for cancel in frame.cancel:
+            self._cancel(session, cancel)
 
     def sweep(self) -> None:
         """Give up requests whose router did not come back; forget what is long over."""
@@ -339,9 +339,7 @@ class WorkerShell:
             kind=kind,
             ticket=work.continue_from.ticket,
             block_hashes=hashes,
-            tenant=work.tenant,
             traceparent=work.traceparent,
-            received_unix_ns=self._clock.unix_ms() * 1_000_000,
         )
         return item, request
 
@@ -361,7 +359,7 @@ class WorkerShell:
         """Hash the prompt here: what the router sent is checked, never trusted."""
         scope = HashScope(self.identity.manifest.weights_digest, work.adapter_digest, work.tenant)
         hashes = chain_hashes(scope, tokens)
-        if work.block_hashes and work.block_hashes != b"".join(hashes):
+        if work.block_hashes and work.block_hashes != pack_hashes(hashes):
             raise RequestError("hash_mismatch", "block_hashes are not those of token_ids")
         return hashes
 

@@ -31,7 +31,7 @@ from services.transfer.api import (
     TransferStats,
 )
 from services.worker.session import MAX_UNACKED_TOKENS, RESUME_GRACE_S, DoneOut, TicketOut
-from tests.support.shell_rig import ShellRig
+from tests.support.shell_rig import ShellRig, make_work
 
 STATS = TransferStats("memfd", "p", size_bytes=64, blocks_moved=2)
 
@@ -116,6 +116,24 @@ async def test_cancel_of_an_older_attempt_spares_the_newer(rig: ShellRig) -> Non
     cancel = worker_pb2.Cancel(request=1, attempt=1)
     rig.shell.handle(rig.session, worker_pb2.RouterFrame(cancel=[cancel]))
     assert rig.engine.cancelled == []
+
+
+async def test_cancel_in_the_frame_of_its_work_ends_it(rig: ShellRig) -> None:
+    """RB-001: a client that left at once must not leave work behind that nobody wants."""
+    frame = worker_pb2.RouterFrame(
+        work=[make_work(attempt=1)], cancel=[worker_pb2.Cancel(request=1, attempt=1)]
+    )
+    rig.shell.handle(rig.session, frame)
+    assert rig.engine.cancelled == [rig.engine.requests[0].key]
+
+
+async def test_cancel_in_the_frame_of_a_newer_attempt_spares_it(rig: ShellRig) -> None:
+    first = rig.work(attempt=1)
+    frame = worker_pb2.RouterFrame(
+        work=[make_work(attempt=2)], cancel=[worker_pb2.Cancel(request=1, attempt=1)]
+    )
+    rig.shell.handle(rig.session, frame)
+    assert rig.engine.cancelled == [first]
 
 
 async def test_cancel_reaches_an_item_that_was_handed_off(rig: ShellRig) -> None:
