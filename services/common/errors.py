@@ -123,12 +123,6 @@ class RequestError(IsthmusError):
         return ERROR_TABLE[self._code]
 
 
-class InvalidArgument(IsthmusError):
-    """A field has a wrong type or value."""
-
-    code = "invalid_argument"
-
-
 class ConfigError(Exception):
     """The configuration is wrong; the message says which key and how to mend it."""
 
@@ -144,10 +138,6 @@ class BlocksExhausted(Exception):
         super().__init__(f"needed {needed} blocks, {free} are free or evictable")
         self.needed = needed
         self.free = free
-
-
-class IntegrityError(Exception):
-    """KV that was received does not have the generation or digest that was announced."""
 
 
 class StoreUnavailable(Exception):

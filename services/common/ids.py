@@ -11,7 +11,6 @@ BlockId = NewType("BlockId", int)  # index of a block in one worker's pool
 Incarnation = NewType("Incarnation", int)  # u64, one life of a process
 RequestId = NewType("RequestId", str)  # cluster-wide, made by the router
 WorkerId = NewType("WorkerId", str)
-XferId = NewType("XferId", int)  # u64, one transfer of one prefill incarnation
 
 
 def new_incarnation() -> Incarnation:

@@ -87,11 +87,6 @@ class Authenticator:
         if keys_file is not None:
             self._look()
 
-    @property
-    def is_required(self) -> bool:
-        """Whether callers need a key."""
-        return self._path is not None
-
     def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Give the caller of a request, from lower-case header names; raise `unauthenticated`."""
         if self._path is None:

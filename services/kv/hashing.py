@@ -90,13 +90,6 @@ def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
     return b"".join(hashes)
 
 
-def unpack_hashes(data: bytes) -> tuple[BlockHash, ...]:
-    """Split what `pack_hashes` made; ValueError when the length is not a multiple of 16."""
-    if len(data) % HASH_BYTES:
-        raise ValueError(f"packed hashes of {len(data)} bytes, not a multiple of {HASH_BYTES}")
-    return tuple(BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES))
-
-
 def check_reference_vector() -> None:
     """Raise RuntimeError when this process hashes differently from every other one."""
     scope = HashScope("reference-model", "reference-adapter", "reference-tenant")

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from services.common.errors import StoreUnavailable
 from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
-from services.registry.schema import GONE, decode_info, unpack_record
-
-__all__ = ["GONE", "JoinAnswer", "LookupAnswer", "parse_join", "parse_lookup", "parse_status"]
+from services.registry.schema import decode_info, unpack_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ RECLAIM_MS = 30_000  # an expired worker keeps its slot and its hints for this l
 # gen, role, state, running, waiting, lease deadline, queued, resident, kv_free, kv_total,
 # rate, tbt_a, tbt_b, publish sequence, topology
 _RECORD = struct.Struct("<HBBHHdIIIIfffdI8x")
-_OWNER = struct.Struct("<HH")
 _ROLES = {"prefill": 1, "decode": 2}
 _STATES = {"live": 1, "draining": 2}
 _ROLE_NAMES = {code: name for name, code in _ROLES.items()}
@@ -151,11 +150,6 @@ def stride_hashes(hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
 def bucket_of(field: bytes) -> int:
     """Return the bucket of an 8-byte field name."""
     return int.from_bytes(field[:2], "little") % NUM_BUCKETS
-
-
-def pack_owner(slot: int, gen: int) -> bytes:
-    """Pack one owner of a hash."""
-    return _OWNER.pack(slot, gen)
 
 
 def _u32(value: int) -> int:

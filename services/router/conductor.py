@@ -431,9 +431,6 @@ class Conductor:
         """Bookings that the report shows need not be counted twice."""
         self._cluster.bookings.load_reported(worker_id, reported_at)
 
-    def on_up(self, link: WorkerLink) -> None:
-        """Nothing waits for a worker: requests without one were refused at once."""
-
     def on_cut(self, worker_id: WorkerId, reason: str) -> None:
         """Count it; requests wait for a resume."""
         self._hooks.link_cut(worker_id, reason)

@@ -42,10 +42,6 @@ class LinkEvents(Protocol):
         """The worker reported its load."""
         ...
 
-    def on_up(self, link: WorkerLink) -> None:
-        """The worker welcomed us, for the first time or again."""
-        ...
-
     def on_lost(
         self, worker_id: WorkerId, incarnation: Incarnation, requests: Sequence[int] | None
     ) -> None:
@@ -321,7 +317,6 @@ class WorkerLink:
         elif welcome.lost:
             self._events.on_lost(self.info.worker_id, incarnation, list(welcome.lost))
         log.info("router.link_up", worker=self.info.worker_id, role=self.info.role)
-        self._events.on_up(self)
         self._events.on_frame(self, frame)
 
     def _next_frame(self) -> worker_pb2.RouterFrame:

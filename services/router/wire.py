@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from services.common.errors import ERROR_TABLE, RequestError
 from services.common.ids import BlockHash, Incarnation
 from services.common.sampling import SamplingParams
+from services.kv.hashing import pack_hashes, token_bytes
 from services.pb import common_pb2, worker_pb2
 from services.registry.base import LoadReport
 from services.router.api import GenerateCall
@@ -49,8 +50,8 @@ def build_work(
         attempt=head.attempt,
         expect_incarnation=head.incarnation,
         slot_gen=head.slot_gen,
-        token_ids=call.token_ids.astype("<u4", copy=False).tobytes(),
-        block_hashes=b"".join(hashes),
+        token_ids=token_bytes(call.token_ids),
+        block_hashes=pack_hashes(hashes),
         sampling=sampling_message(call.sampling),
         first_index=1 if head.kind == CONTINUE else 0,
         max_tokens=call.sampling.max_tokens,
@@ -105,17 +106,7 @@ def load_report(load: worker_pb2.Load) -> LoadReport:
 
 def load_message(load: LoadReport) -> worker_pb2.Load:
     """Write a Load message."""
-    return worker_pb2.Load(
-        queued_uncached_tokens=load.queued_uncached_tokens,
-        resident_tokens=load.resident_tokens,
-        kv_free=load.kv_free,
-        kv_total=load.kv_total,
-        rate_tok_s=load.rate_tok_s,
-        tbt_a_us=load.tbt_a_us,
-        tbt_b_us=load.tbt_b_us,
-        running=load.running,
-        waiting=load.waiting,
-    )
+    return worker_pb2.Load(**asdict(load))
 
 
 def stage_times(timing: common_pb2.Timing) -> StageTimes:

@@ -34,11 +34,6 @@ class ChoiceText:
         self._num_free = min_tokens if stop else 0
         self._is_stopped = False
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was met."""
-        return self._is_stopped
-
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add generated ids in order."""
         pieces: list[str] = []

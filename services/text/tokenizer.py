@@ -117,17 +117,9 @@ class TextModel:
             return b""
         return self._token_bytes.bytes_of(token_id)
 
-    def token_text(self, token_id: int) -> str:
-        """Give a token's text alone; a token may hold half a character, hence U+FFFD."""
-        return self._token_bytes.bytes_of(token_id).decode("utf-8", errors="replace")
-
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, never shown to clients."""
         return self._token_bytes.is_special(token_id)
-
-    def in_vocabulary(self, token_id: int) -> bool:
-        """Whether the model has an embedding for the id."""
-        return 0 <= token_id < self.manifest.vocab_size
 
     def _least_tokens(self, text: str) -> int:
         """Give a lower bound on the tokens of a text without tokenising it."""

@@ -212,10 +212,6 @@ class RouterSession:
         self._by_key.pop(entry.key, None)
         self._fence.pop(entry.request, None)
 
-    def open_keys(self) -> tuple[RequestKey, ...]:
-        """Keys of work items not ended."""
-        return tuple(e.key for e in self._by_request.values() if e.ended_at is None)
-
     def is_idle(self) -> bool:
         """Say whether nothing is remembered and no Link is up."""
         return not self.is_attached and not self._by_request

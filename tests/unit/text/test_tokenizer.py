@@ -44,13 +44,6 @@ def test_chat_ends_with_special_tokens_that_answers_never_show(text_model: TextM
     assert text_model.decode(special, skip_special=True) == ""
 
 
-def test_vocabulary_ends_with_the_embedding(text_model: TextModel) -> None:
-    size = text_model.manifest.vocab_size
-    assert text_model.in_vocabulary(size - 1)
-    assert not text_model.in_vocabulary(size)
-    assert not text_model.in_vocabulary(-1)
-
-
 def copy_model(source: Path, target: Path) -> Path:
     for name in ("isthmus.json", "tokenizer.json", "tokenizer_config.json"):
         (target / name).write_bytes((source / name).read_bytes())
