@@ -113,8 +113,10 @@ def _penalise(logits: Logits, task: SampleTask) -> None:
     generated = np.array(task.generated, dtype=np.int64)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate((task.prompt.astype(np.int64), generated)))
-        values, factor = logits[seen], np.float32(params.repetition_penalty)
-        logits[seen] = np.where(values > 0, values / factor, values * factor)
+        values, factor = logits[seen], np.float64(params.repetition_penalty)
+        penalised = np.where(values > 0, values / factor, values * factor)
+        # Near 0 the factor carries logits out of float32; what is infinite cannot be drawn from.
+        logits[seen] = np.clip(penalised, -_MAX_LOGIT, _MAX_LOGIT).astype(np.float32)
     if len(generated) and (params.presence_penalty or params.frequency_penalty):
         ids, counts = np.unique(generated, return_counts=True)
         cost = params.presence_penalty + params.frequency_penalty * counts
@@ -127,7 +129,8 @@ def _penalise(logits: Logits, task: SampleTask) -> None:
 def _draw(logits: Logits, params: SamplingParams, u: float) -> int:
     """Invert the distribution function at `u`, over token ids in ascending order."""
     # Dividing first would overflow at tiny temperatures; the maximum is subtracted before.
-    scaled = (logits - logits.max()) / np.float32(max(params.temperature, 1e-5))
+    with np.errstate(over="ignore"):  # to -inf, whose probability is the right one: 0
+        scaled = (logits - logits.max()) / np.float32(max(params.temperature, 1e-5))
     probs = np.exp(scaled)  # relative to the most probable token, which has 1
     ids: npt.NDArray[np.int64] | None = None
     if params.min_p > 0.0:

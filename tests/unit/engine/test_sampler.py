@@ -282,3 +282,15 @@ def test_the_nucleus_is_the_shortest_beginning_of_a_plain_sort(size: int, top_p:
             held += float(probs[order[length]])
             length += 1
         assert sampler._nucleus(probs, None, top_p).tolist() == order[: max(length, 1)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_smallest_repetition_penalty_still_draws_a_token(temperature: float, top_p: float) -> None:
+    """A penalty near 0 is allowed; it made logits infinite and ended the request as internal."""
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, repetition_penalty=1e-38, max_tokens=9
+    )
+    best = int(LOGITS.argmax())
+    prompt = np.array([best, int(LOGITS.argmin())], dtype=np.uint32)
+    assert sample(LOGITS, make_task(params, prompt=prompt), ()).token_id == best
