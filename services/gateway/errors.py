@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -64,3 +65,9 @@ def internal_error(request_id: str) -> IsthmusError:
 def cut_off_error() -> IsthmusError:
     """Make the answer when the work was cancelled although the client still waits."""
     return RequestError("worker_lost", "the request was cut off inside the server")
+
+
+def is_own_cancel() -> bool:
+    """Say whether the task that runs was cancelled itself, rather than one it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import cut_off_error, internal_error
+from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.idempotency import IdempotencyTable
 from services.gateway.prepare import Preparer
 from services.gateway.shared_run import SharedRun
@@ -121,7 +121,7 @@ class FrontDesk:
         except IsthmusError:
             raise
         except asyncio.CancelledError:
-            if _is_own_cancel():
+            if is_own_cancel():
                 raise
             # Some task under us was cancelled, not us: the client still waits for an answer.
             log.exception("gateway.request_cut_off", request_id=arrival.request_id)
@@ -145,8 +145,3 @@ class FrontDesk:
 
 # Ends that say nothing about the request itself: the same key may try again.
 _NOT_KEPT = frozenset({"cancelled", "internal", "slow_reader", "deadline_exceeded"})
-
-
-def _is_own_cancel() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

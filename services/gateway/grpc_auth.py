@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
 
 import grpc
 
 from services.common.errors import IsthmusError
 from services.gateway.auth import GRPC_POLICY, Authenticator, is_open
-from services.gateway.errors import grpc_status, grpc_trailers
-
-# Any: request and response types of RPCs this interceptor knows nothing about.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -23,16 +19,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
+    ) -> AnyHandler | None:
         """Refuse before the handler is even looked up, so that names do not leak either."""
         if not is_open(GRPC_POLICY, handler_call_details.method):
-            headers = {
-                str(key): value
-                for key, value in handler_call_details.invocation_metadata or ()
-                if isinstance(value, str)
-            }
+            headers = text_metadata(handler_call_details.invocation_metadata)
             try:
                 self._authenticator.authenticate(headers)
             except IsthmusError as error:
@@ -40,11 +32,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def _refusal(error: IsthmusError) -> _Handler:
-    status, details = grpc_status(error)
-
+def _refusal(error: IsthmusError) -> AnyHandler:
     # Streaming on both sides: it answers at once, without waiting for a request message.
-    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(status, details, grpc_trailers(error))
+    async def refuse(_requests: object, context: AnyContext) -> None:
+        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import RequestError
-from services.gateway.errors import grpc_status, grpc_trailers
-
-# Any: request and response types of RPCs this interceptor knows nothing about.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+from services.gateway.grpc_call import AnyContext, AnyHandler, abort
 
 _UNDECODABLE = object()
 
@@ -25,9 +21,9 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
+    ) -> AnyHandler | None:
         """Wrap the handler, if it takes one request and parses it."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or not handler.request_deserializer:
@@ -35,7 +31,7 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
         return _guarded(handler, handler.request_deserializer)
 
 
-def _guarded(handler: Any, parse: Callable[[bytes], Any]) -> _Handler:
+def _guarded(handler: Any, parse: Callable[[bytes], Any]) -> AnyHandler:
     def deserialize(raw: bytes) -> Any:
         try:
             return parse(raw)
@@ -54,7 +50,7 @@ def _guarded(handler: Any, parse: Callable[[bytes], Any]) -> _Handler:
 
 
 def _generator(inner: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
-    async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+    async def stream(request: Any, context: AnyContext) -> AsyncIterator[Any]:
         if request is _UNDECODABLE:
             await _refuse(context)
         async with aclosing(inner(request, context)) as responses:
@@ -65,7 +61,7 @@ def _generator(inner: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
 
 
 def _coroutine(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: _Context) -> Any:
+    async def call(request: Any, context: AnyContext) -> Any:
         if request is _UNDECODABLE:
             await _refuse(context)
         return await inner(request, context)
@@ -73,7 +69,6 @@ def _coroutine(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
     return call
 
 
-async def _refuse(context: _Context) -> None:
+async def _refuse(context: AnyContext) -> None:
     error = RequestError("invalid_argument", "the request is not a valid protobuf message")
-    status, details = grpc_status(error)
-    await context.abort(status, details, grpc_trailers(error))
+    await abort(context, error)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from services.common.errors import RequestError
 from services.common.limits import Limits
-from services.gateway.limits import check_count
+from services.gateway.input_bounds import check_count
 from services.gateway.spec import (
     ChatInput,
     FieldNames,

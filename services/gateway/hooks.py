@@ -24,10 +24,6 @@ class RequestRecord:
 class GatewayHooks(Protocol):
     """Telemetry of the front doors."""
 
-    def request_started(self, door: Door, route: str) -> None:
-        """A request came in."""
-        ...
-
     def request_finished(self, record: RequestRecord) -> None:
         """A request is over, well or not."""
         ...
@@ -39,9 +35,6 @@ class GatewayHooks(Protocol):
 
 class NoHooks:
     """Tells nobody."""
-
-    def request_started(self, door: Door, route: str) -> None:
-        """Ignore."""
 
     def request_finished(self, record: RequestRecord) -> None:
         """Ignore."""

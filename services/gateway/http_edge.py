@@ -15,7 +15,7 @@ from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
 from services.gateway.auth import HTTP_POLICY, Authenticator, Caller, check_policy, is_open
-from services.gateway.errors import cut_off_error, internal_error
+from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.hooks import GatewayHooks, RequestRecord
 from services.gateway.http_io import ClientGone, Responder
 from services.telemetry.logs import get_logger
@@ -120,8 +120,7 @@ class HttpEdge:
         except IsthmusError as error:
             await _refuse(exchange, error)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_own_cancel():
                 exchange.code = "cancelled"
                 raise
             await _refuse(exchange, cut_off_error())

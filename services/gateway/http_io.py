@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Send
 
 from services.common.errors import IsthmusError, RequestError
 from services.gateway.errors import http_headers, openai_error
-from services.gateway.limits import check_body_size
+from services.gateway.input_bounds import check_body_size
 from services.gateway.openai_output import dump
 
 JSON_TYPE = "application/json"

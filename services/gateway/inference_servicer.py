@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
 from services.gateway.auth import Authenticator
-from services.gateway.errors import cut_off_error, grpc_status, grpc_trailers, internal_error
+from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.front_desk import FrontDesk
+from services.gateway.grpc_call import AnyContext, abort, text_metadata
 from services.gateway.grpc_spec import (
     add_request_end,
     chat_input,
@@ -27,7 +27,7 @@ from services.gateway.grpc_spec import (
 )
 from services.gateway.hooks import GatewayHooks, RequestRecord
 from services.gateway.http_io import traceparent_of
-from services.gateway.limits import check_count, check_text
+from services.gateway.input_bounds import check_count, check_text
 from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.pb import inference_pb2, inference_pb2_grpc
@@ -36,7 +36,6 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of whichever RPC
 _MAX_TRANSPORT_DEADLINE_S = 1e9  # grpc reports "no deadline" as a huge number on some paths
 
 
@@ -61,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._clock = desk.clock
         self._limits = desk.config.limits
 
-    async def Generate(  # noqa: N802 - the name is the protocol's
+    async def Generate(
         self,
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[
@@ -70,7 +69,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateFrame]:
         """Stream a request's frames. Every way it can end gives the client a status."""
         progress = _Progress(new_request_id(), self._clock.now())
-        self._hooks.request_started("grpc", "Generate")
         failure: IsthmusError | None = None
         try:
             async with contextlib.aclosing(self._frames(request, context, progress)) as frames:
@@ -81,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TimeoutError:
             failure = RequestError("deadline_exceeded", "the request's deadline passed")
         except asyncio.CancelledError:
-            if _is_own_cancel():
+            if is_own_cancel():
                 progress.code = "cancelled"
                 raise
             # A handler that lets this out never answers, and its client hangs.
@@ -96,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if failure is not None:
             await abort(context, failure)
 
-    async def ListModels(  # noqa: N802
+    async def ListModels(
         self,
         request: inference_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[
@@ -115,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ]
         return inference_pb2.ListModelsResponse(models=models)
 
-    async def Tokenize(  # noqa: N802
+    async def Tokenize(
         self,
         request: inference_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[
@@ -133,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._record("Tokenize", progress)
         return inference_pb2.TokenizeResponse(token_ids=pack_ids(ids), count=len(ids))
 
-    async def Detokenize(  # noqa: N802
+    async def Detokenize(
         self,
         request: inference_pb2.DetokenizeRequest,
         context: grpc.aio.ServicerContext[
@@ -161,7 +159,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ],
         progress: _Progress,
     ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
-        metadata = metadata_of(context)
+        metadata = text_metadata(context.invocation_metadata())
         caller = self._authenticator.authenticate(metadata)
         self._check_ids(request)
         await context.send_initial_metadata(_initial_metadata(request, progress.request_id))
@@ -253,22 +251,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
 
-async def abort(context: AnyContext, error: IsthmusError) -> NoReturn:
-    """End an RPC with the error's status, details and trailers."""
-    status, details = grpc_status(error)
-    await context.abort(status, details, grpc_trailers(error))
-    raise AssertionError("abort returned")
-
-
-def metadata_of(context: AnyContext) -> Mapping[str, str]:
-    """Give a call's text metadata by lower-case key."""
-    return {
-        str(key): value
-        for key, value in context.invocation_metadata() or ()
-        if isinstance(value, str)
-    }
-
-
 async def _within(
     outputs: AsyncGenerator[RouterOutput, None], limit: float
 ) -> AsyncGenerator[RouterOutput, None]:
@@ -310,8 +292,3 @@ def _idempotency(request: inference_pb2.GenerateRequest) -> tuple[str, bytes]:
 def _time_left(context: AnyContext) -> float | None:
     left = context.time_remaining()
     return None if left is None or left > _MAX_TRANSPORT_DEADLINE_S else float(left)
-
-
-def _is_own_cancel() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

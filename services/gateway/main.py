@@ -74,7 +74,7 @@ class _RouterProcess:
             clock,
             MetricsHooks(self._metrics),
         )
-        admin = AdminServicer(self._router)
+        admin = AdminServicer(self._router, config.lease.worker_lease_ms)
         self._gateway = GatewayServer(
             ObservedRouter(self._router, self._tracing, self._metrics, clock),
             text,

@@ -11,7 +11,7 @@ import numpy as np
 from services.common.errors import RequestError
 from services.common.limits import Limits
 from services.gateway.fields import Fields, json_type, refuse_unsupported, wrong_type
-from services.gateway.limits import check_count
+from services.gateway.input_bounds import check_count
 from services.gateway.openai_params import CHAT, COMPLETION, UNSUPPORTED
 from services.gateway.spec import (
     ChatInput,

@@ -16,7 +16,7 @@ from services.gateway.front_desk import FrontDesk
 from services.gateway.hooks import GatewayHooks
 from services.gateway.http_edge import Exchange, HttpEdge, HttpRoute
 from services.gateway.http_io import read_body, traceparent_of, while_connected
-from services.gateway.limits import check_text, parse_json
+from services.gateway.input_bounds import check_text, parse_json
 from services.gateway.openai_api import (
     OpenAIRequest,
     parse_chat,
@@ -75,7 +75,6 @@ class HttpDoor:
     async def _generate(
         self, exchange: Exchange, parse: Callable[[Any, Limits], OpenAIRequest]
     ) -> None:
-        self._hooks.request_started("http", exchange.route)
         raw = await self._read(exchange)
         request = await self._parse(raw, lambda body: parse(body, self._limits))
         spec = self._with_headers(request.spec, exchange)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.errors import ERROR_TABLE
-from services.gateway.hooks import Door, RequestRecord
+from services.gateway.hooks import RequestRecord
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -16,9 +16,6 @@ class TelemetryHooks:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-
-    def request_started(self, door: Door, route: str) -> None:
-        """Nothing to count yet: open requests are the router's gauge."""
 
     def request_finished(self, record: RequestRecord) -> None:
         """Count by door and status; log every request once, without its text."""

@@ -13,11 +13,11 @@ from services.common.errors import RequestError
 from services.common.ids import RequestId
 from services.common.limits import Limits
 from services.common.sampling import SamplingParams
-from services.gateway.limits import check_count, check_range, check_text
+from services.gateway.input_bounds import check_count, check_range, check_text
 from services.gateway.spec import ChatInput, GenerateSpec, TextInput, TokenInput
 from services.router.api import GenerateCall, ServedModel
+from services.router.policy import MODES
 
-FORCE_MODES = ("REMOTE", "LOCAL", "STAY")
 _MAX_INT32 = (1 << 31) - 1
 _MAX_PRIORITY = 1000
 
@@ -40,8 +40,8 @@ def check_spec(spec: GenerateSpec, limits: Limits, model: ServedModel) -> None:
     _check_sampling(spec, limits)
     _check_stop(spec, limits, model)
     _check_lengths(spec, limits)
-    if spec.force_mode is not None and spec.force_mode not in FORCE_MODES:
-        _invalid(spec.names.force_mode, f"must be one of {', '.join(FORCE_MODES)}")
+    if spec.force_mode is not None and spec.force_mode not in MODES:
+        _invalid(spec.names.force_mode, f"must be one of {', '.join(MODES)}")
     check_range(spec.timeout_ms, 0, limits.max_timeout_ms, spec.names.timeout)
     check_range(spec.priority, 0, _MAX_PRIORITY, "priority")
     _check_prompt(spec, limits, model)

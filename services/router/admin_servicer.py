@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 
 from services.pb import admin_pb2, admin_pb2_grpc, common_pb2
-from services.registry.schema import LEASE_MS
 from services.router.dispatch import Router
 from services.router.view import DRAINING, WorkerView
 from services.router.wire import load_message
@@ -14,10 +13,12 @@ from services.router.wire import load_message
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Read-only; shows addresses and states, no request and no tenant."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, lease_ms: int) -> None:
+        """`lease_ms`: life of a worker's lease, as this cluster is configured."""
         self._router = router
+        self._lease_ms = lease_ms
 
-    async def ClusterStatus(  # noqa: N802
+    async def ClusterStatus(
         self,
         request: admin_pb2.ClusterStatusRequest,
         context: grpc.aio.ServicerContext[
@@ -30,14 +31,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ClusterStatusResponse(
             router_id=router.config.router_id,
             model=router.served_models()[0].name,
-            workers=[_worker_message(worker) for worker in router.view().workers],
+            workers=[_worker_message(worker, self._lease_ms) for worker in router.view().workers],
             requests_open=router.num_open,
             degraded=is_degraded,
             degraded_reason=reason,
         )
 
 
-def _worker_message(worker: WorkerView) -> admin_pb2.WorkerView:
+def _worker_message(worker: WorkerView, lease_ms: int) -> admin_pb2.WorkerView:
     load = load_message(worker.load)
     load.state = (
         common_pb2.WORKER_STATE_DRAINING
@@ -53,6 +54,6 @@ def _worker_message(worker: WorkerView) -> admin_pb2.WorkerView:
         reason=worker.reason,
         incarnation=worker.incarnation,
         in_flight=worker.booked.in_flight,
-        lease_age_ms=max(0, LEASE_MS - lease_left_ms),
+        lease_age_ms=max(0, lease_ms - lease_left_ms),
         load=load,
     )

@@ -23,7 +23,15 @@ from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
 from services.router.link import WorkerLink
 from services.router.output_buffer import OutputBuffer
-from services.router.policy import LOCAL, REMOTE, STAY, Decision, choose, choose_decode
+from services.router.policy import (
+    LOCAL,
+    REMOTE,
+    STAY,
+    Decision,
+    choose,
+    choose_decode,
+    expected_tokens,
+)
 from services.router.service import ClusterWatch
 from services.router.view import WorkerView
 from services.router.wire import (
@@ -214,7 +222,7 @@ class Conductor:
         if not link.send_work(build_work(head, progress.call, progress.hashes)):
             return False
         self._cluster.acquire(worker.worker_id)
-        resident = 0 if kind == PREFILL else self._resident_tokens(progress)
+        resident = 0 if kind == PREFILL else expected_tokens(progress.facts, self._config.policy)
         booking = self._cluster.bookings.book(worker.worker_id, uncached_tokens, resident, now)
         first = 1 if kind == CONTINUE else 0
         progress.legs.append(
@@ -230,11 +238,6 @@ class Conductor:
         if progress.marks.sent is None:
             progress.marks.sent = now
         return True
-
-    def _resident_tokens(self, progress: Progress) -> int:
-        facts = progress.facts
-        output = min(facts.max_tokens, self._config.policy.expected_output_tokens)
-        return facts.num_tokens + output * facts.n
 
     def _cancel(self, progress: Progress, leg: Leg, reason: str) -> None:
         link = self._cluster.link(leg.worker_id)

@@ -120,6 +120,11 @@ def choose_decode(
     return Decision(REMOTE, chosen, "least_gap", ordered)
 
 
+def expected_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
+    """Guess the tokens a request will have resident where it decodes."""
+    return facts.num_tokens + min(facts.max_tokens, config.expected_output_tokens) * facts.n
+
+
 def rendezvous(root: bytes, worker_id: WorkerId) -> int:
     """Rank a worker for a prefix: all replicas agree without talking to one another."""
     named = len(root).to_bytes(4, "little") + root + worker_id.encode()
@@ -186,9 +191,8 @@ def _prefill_terms(
 def _decode_terms(
     facts: RequestFacts, worker: WorkerView, peers: Sequence[WorkerView], config: PolicyConfig
 ) -> Terms:
-    output = min(facts.max_tokens, config.expected_output_tokens) * facts.n
     resident = worker.load.resident_tokens + worker.booked.resident_tokens
-    need = facts.num_tokens + output
+    need = expected_tokens(facts, config)
     base, slope = _gap_model(worker, peers, config)
     # Requests in flight order workers whose gap does not depend on resident tokens (yet).
     waiting = worker.load.waiting + worker.booked.in_flight

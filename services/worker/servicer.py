@@ -78,8 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._clock = clock
         self._drained = asyncio.Event()
 
-    # grpc names the methods, here and below.
-    async def Link(  # noqa: N802
+    async def Link(
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
     ) -> AsyncIterator[worker_pb2.WorkerFrame]:
         """Serve one router until the stream breaks."""
@@ -156,7 +155,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 load_sent = now
             yield frame
 
-    async def Status(  # noqa: N802
+    async def Status(
         self,
         request: worker_pb2.StatusRequest,
         context: grpc.aio.ServicerContext[worker_pb2.StatusRequest, worker_pb2.StatusResponse],
@@ -189,7 +188,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             pid=os.getpid(),
         )
 
-    async def Drain(  # noqa: N802
+    async def Drain(
         self,
         request: worker_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
@@ -208,7 +207,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 return
             await asyncio.sleep(0.05)
 
-    async def SetRole(  # noqa: N802
+    async def SetRole(
         self,
         request: worker_pb2.SetRoleRequest,
         context: grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse],
@@ -223,7 +222,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._shell.set_role(role.prefill, role.decode)
         return worker_pb2.SetRoleResponse(role=self._shell.role.weights)
 
-    async def Migrate(  # noqa: N802
+    async def Migrate(
         self,
         request: worker_pb2.MigrateRequest,
         context: grpc.aio.ServicerContext[worker_pb2.MigrateRequest, worker_pb2.MigrateResponse],
@@ -233,7 +232,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             grpc.StatusCode.UNIMPLEMENTED, "decode-to-decode migration is not built yet"
         )
 
-    async def Reload(  # noqa: N802
+    async def Reload(
         self,
         request: worker_pb2.ReloadRequest,
         context: grpc.aio.ServicerContext[worker_pb2.ReloadRequest, worker_pb2.ReloadResponse],

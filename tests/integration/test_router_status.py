@@ -30,7 +30,7 @@ async def test_cluster_status_over_grpc(store_url: str) -> None:
         store_url, [prefill(), decoder(token_delay_s=0.02), wrong]
     ) as cluster:
         server = grpc.aio.server()
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(cluster.router), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(cluster.router, 2_000), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -169,7 +169,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     # -- the service -------------------------------------------------------------------------
 
-    async def Link(  # type: ignore[override]  # noqa: N802  # writes through the context
+    async def Link(  # type: ignore[override]  # writes through the context
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
     ) -> None:
         """Serve one router."""
@@ -194,7 +194,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self._links.difference_update(tasks)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
 
-    async def Status(  # noqa: N802
+    async def Status(
         self, request: worker_pb2.StatusRequest, context: object
     ) -> worker_pb2.StatusResponse:
         """Say who this is."""

@@ -25,9 +25,6 @@ class RecordingHooks:
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
 
-    def request_started(self, door: str, route: str) -> None:
-        pass
-
     def request_finished(self, record: RequestRecord) -> None:
         self.records.append(record)
 

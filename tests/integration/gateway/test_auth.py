@@ -45,7 +45,7 @@ def locked(keys_file: Path) -> GatewayConfig:
 
 def admin_service() -> GrpcService:
     class Admin(admin_pb2_grpc.AdminServicer):
-        async def ClusterStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        async def ClusterStatus(self, request: Any, context: Any) -> Any:
             return admin_pb2.ClusterStatusResponse()
 
     return GrpcService(

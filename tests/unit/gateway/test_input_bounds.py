@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import RequestError
-from services.gateway.limits import check_range, check_text, parse_json
+from services.gateway.input_bounds import check_range, check_text, parse_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('[]{}"\\a é', max_size=12),
