@@ -20,6 +20,7 @@ Logits = npt.NDArray[np.float32]  # [vocab_size]
 _MASK = (1 << 64) - 1
 _SUM_WIDTH = 256  # probabilities are summed in runs of this many, in float64
 _RUN_WIDTH = 64  # values whose maximum stands for them while the highest are looked for
+_MAX_LOGIT = 1e38  # the difference of two of them is still a float32
 # Probabilities, relative to the highest, down to which tokens are candidates for top-p, in turn.
 _NUCLEUS_BOUNDS = (2.0**-5, 2.0**-9, 2.0**-13, 2.0**-17, 0.0)
 
