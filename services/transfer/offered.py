@@ -1,4 +1,4 @@
-"""One offer as the source keeps it, and the messages its session sends about it."""
+"""One offer as the source keeps it: its session, and what that hears and says on the wire."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec, sender
-from services.transfer.api import Offer
-from services.transfer.sender import DataOut, SenderTransfer
-from services.transfer.values import FinalArgs, ReadyArgs, U64Array
-from services.transfer.wire import MessageType
+from services.transfer.api import Offer, TransferStats
+from services.transfer.sender import DataOut, SenderAction, SenderTransfer
+from services.transfer.values import FinalArgs, Peer, ReadyArgs, U64Array
+from services.transfer.wire import Message, MessageType, WireError
+from services.transfer.zmq_plane import worker_id_of
 
 SendAction = (
     sender.SendOpened
@@ -52,6 +53,41 @@ class Offered:
             final = self.machine.final
             return final is not None and int(current_gens[0]) == final.tail_gen
         return bool(np.array_equal(current_gens, self.gens[list(out.indexes)]))
+
+    def event(self, peer: Peer, message: Message, now: float) -> list[SenderAction]:
+        """Hand a message of an opened transfer to the session."""
+        machine = self.machine
+        kind, attempt = message.header.type, message.header.attempt
+        if kind is MessageType.CREDIT:
+            credit = codec.parse(pb.Credit, message.body)
+            return machine.on_credit(peer, attempt, credit.size_bytes)
+        if kind is MessageType.PULLED:
+            pulled = codec.parse(pb.Pulled, message.body)
+            return machine.on_pulled(peer, attempt, pulled.lo, pulled.hi, now)
+        if kind is MessageType.NACK:
+            indexes, tail = codec.nack_args(message.body)
+            return machine.on_nack(peer, attempt, indexes, tail, now)
+        if kind is MessageType.DONE:
+            done = codec.parse(pb.DoneTransfer, message.body)
+            return machine.on_done(peer, attempt, done.size_bytes, now)
+        if kind is MessageType.ABORT:
+            reason = codec.clip(codec.parse(pb.Abort, message.body).reason)
+            return machine.on_abort(peer, attempt, reason, now)
+        if kind is MessageType.ABORTED:
+            return machine.on_aborted(peer, attempt, now)
+        raise WireError("direction")
+
+    def stats(self) -> TransferStats:
+        """Say what it did."""
+        machine = self.machine
+        return TransferStats(
+            plane=machine.plane,
+            peer=worker_id_of(machine.owner.base) if machine.owner else "",
+            size_bytes=machine.bytes_moved,
+            blocks_moved=machine.blocks_moved,
+            blocks_deduped=machine.blocks_deduped,
+            nacks=machine.num_nacks,
+        )
 
     def messages(self, action: SendAction) -> Iterator[tuple[MessageType, bytes]]:
         """Yield what to send for an action; a long READY is several messages."""

@@ -76,6 +76,11 @@ class PeerLink:
         poller.add(self.dealer)
         self.dealer.send(MessageType.HELLO, hello_body(end))
 
+    def send(self, kind: MessageType, body: bytes, xfer_id: int, attempt: int) -> None:
+        """Send a message of a transfer while the connection stands."""
+        if self.state is not LinkState.DOWN:
+            self.dealer.send(kind, body, xfer_id, attempt)
+
     def is_readable(self, readable: set[object]) -> bool:
         """Tell whether this connection has something to read."""
         return any(socket in readable for socket in self.dealer.sockets)

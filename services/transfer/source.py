@@ -7,31 +7,27 @@ knows who does (memfd).
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.ids import BlockId
 from services.kv.digest import tail_digest
-from services.kv.layout import KvIdentity, KvLayout
-from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
-from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, TransferStats
-from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased
 from services.transfer.counters import SourceCounters
 from services.transfer.data_pump import DataPump
-from services.transfer.handshake import LocalEnd, answer_hello, host_id
+from services.transfer.end_parts import EndParts, ListenAt
+from services.transfer.handshake import answer_hello
 from services.transfer.loop import Inbox, Timers
 from services.transfer.memfd_plane import HandoverError, PoolServer
+from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
 from services.transfer.peer_table import Mutes, PeerTable
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
@@ -53,62 +49,41 @@ log = get_logger(__name__)
 _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
-_MAX_TOMBSTONES = 4096
 
 
 class TransferSource:
     """Offers this worker's KV to decode workers; implements api.Source."""
 
-    def __init__(  # noqa: PLR0913 - what a worker is made of
-        self,
-        memory: KvPoolMemory,
-        layout: KvLayout,
-        identity: KvIdentity,
-        worker_id: str,
-        incarnation: int,
-        bind_host: str,
-        runtime_dir: Path,
-        clock: Clock,
-        config: TransferConfig,
-        *,
-        advertise: str | None = None,
-    ) -> None:
-        """Prepare; `advertise` is the "host:port" of tickets where it is not the bound one."""
-        check_host(bind_host, config)
+    def __init__(self, parts: EndParts, listen: ListenAt) -> None:
+        config = parts.config
+        check_host(listen.host, config)
         self.counters = SourceCounters()
-        self._memory = memory
-        self._layout = layout
-        self._identity = identity
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._bind_host = bind_host
-        self._runtime_dir = runtime_dir
-        self._clock = clock
+        self._memory = parts.memory
+        self._layout = parts.layout
+        self._identity = parts.identity
+        self._worker_id = parts.worker_id
+        self._incarnation = parts.incarnation
+        self._listen = listen
+        self._clock = parts.clock
         self._config = config
-        self._advertise = advertise
         self._keys = load_curve_keys(config)
         self._signer = TicketSigner()
         self._policy = SenderPolicy(
-            block_bytes=layout.block_bytes,
+            block_bytes=parts.layout.block_bytes,
             ticket_ttl_s=config.ticket_ttl_s,
             lease_s=config.lease_s,
             tombstone_s=config.tombstone_s,
             data_message_bytes=config.data_message_bytes,
             max_nacks=config.max_nacks,
         )
-        self._lock = threading.Lock()  # guards _open_keys and _is_stopping
-        self._open_keys: set[str] = set()
-        self._is_stopping = False
-        self._xfer_ids = itertools.count(1)
+        self._offers = OfferTable(config.max_transfers)
         self._inbox = Inbox()
         self._timers = Timers()
-        self._by_key: dict[str, Offered] = {}
-        self._by_xfer: dict[int, Offered] = {}
-        self._tombstones: OrderedDict[int, None] = OrderedDict()
         self._peers = PeerTable(config.max_peers)
         self._mutes = Mutes(config.max_bad_frames)
         self._pump = DataPump(config.max_data_in_flight)
         self._pool_server: PoolServer | None = None
+        self._end = replace(parts.local_end(), num_blocks=parts.memory.num_blocks)
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
         self._stop_deadline: float | None = None
@@ -120,49 +95,27 @@ class TransferSource:
     def start(self, on_event: Callable[[SourceEvent], None]) -> None:
         """Bind and start the thread."""
         self._on_event = on_event
-        port = RouterPort(self._bind_host, self._incarnation, self._config, self._keys)
+        host = self._listen.host
+        port = RouterPort(host, self._incarnation, self._config, self._keys)
         self._port = port
-        host = f"[{self._bind_host}]" if ":" in self._bind_host else self._bind_host
         self.port = port.port
-        self.endpoint = f"tcp://{self._advertise or f'{host}:{port.port}'}"
+        bound = f"[{host}]:{port.port}" if ":" in host else f"{host}:{port.port}"
+        self.endpoint = f"tcp://{self._listen.advertise or bound}"
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())
         self._poller.add(port)
-        planes = ordered_planes(self._config)
-        if "memfd" in planes:
-            planes = self._start_pool_server(planes)
-        nonce = os.urandom(len(self._memory.nonce)) if self._pool_server else b""
-        if nonce:
-            self._memory.nonce[:] = np.frombuffer(nonce, np.uint8)
-        self._end = LocalEnd(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            host_id=host_id(),
-            uid=os.geteuid(),
-            identity=self._identity,
-            layout=self._layout,
-            planes=planes,
-            uds_path=self._pool_server.path if self._pool_server else "",
-            nonce=nonce,
-            num_blocks=self._memory.num_blocks,
-        )
+        if "memfd" in self._end.planes:
+            self._start_pool_server()
         self._thread = threading.Thread(target=self._run, name="transfer-source", daemon=True)
         self._thread.start()
+        self._offers.start()
 
     def offer(self, offer: Offer) -> bytes:
         """Open a transfer and return its signed ticket."""
         num_blocks = offer.num_tokens // self._layout.block_size
         if len(offer.block_hashes) != num_blocks:
             raise RequestError("internal", "an offer needs one hash per full block")
-        with self._lock:
-            if self._is_stopping or self._thread is None:
-                raise RequestError("draining", "this worker is stopping")
-            if offer.key in self._open_keys:
-                raise RequestError("duplicate_request", "the request is already offered")
-            if len(self._open_keys) >= self._config.max_transfers:
-                raise RequestError("overloaded", "too many handoffs are open")
-            self._open_keys.add(offer.key)
-        xfer_id = next(self._xfer_ids)
+        xfer_id = self._offers.admit(offer.key)
         expires_ms = self._clock.unix_ms() + round(self._config.ticket_ttl_s * 1000)
         ticket = Ticket(
             xfer_id=xfer_id,
@@ -197,8 +150,7 @@ class TransferSource:
 
     def num_open(self) -> int:
         """Transfers not yet closed."""
-        with self._lock:
-            return len(self._open_keys)
+        return self._offers.num_open()
 
     def is_alive(self) -> bool:
         """Tell whether the thread runs."""
@@ -206,14 +158,12 @@ class TransferSource:
 
     def stop(self, timeout_s: float) -> None:
         """Abort everything and join the thread."""
-        with self._lock:
-            already = self._is_stopping
-            self._is_stopping = True
+        is_first = self._offers.close()
         thread = self._thread
         if thread is None:
             self._inbox.close()
             return
-        if not already:
+        if is_first:
             self._inbox.put(lambda: self._begin_stop(timeout_s / 2))
         thread.join(timeout_s)
         if thread.is_alive():
@@ -233,7 +183,7 @@ class TransferSource:
     def _is_finished(self) -> bool:
         if self._stop_deadline is None:
             return False
-        return not self._by_key or self._clock.now() >= self._stop_deadline
+        return not self._offers.open() or self._clock.now() >= self._stop_deadline
 
     def _turn(self) -> None:
         readable = self._poller.wait(self._wait_s())
@@ -274,18 +224,21 @@ class TransferSource:
         assert self._port is not None
         return self._port
 
-    def _start_pool_server(self, planes: tuple[str, ...]) -> tuple[str, ...]:
+    def _start_pool_server(self) -> None:
+        memory, runtime_dir = self._memory, self._listen.runtime_dir
         try:
-            self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            server = PoolServer(
-                self._runtime_dir, self._memory, self._incarnation, self._config.max_peers
-            )
+            runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            server = PoolServer(runtime_dir, memory, self._incarnation, self._config.max_peers)
         except HandoverError as error:
             log.warning("transfer.memfd_unavailable", reason=str(error))
-            return tuple(plane for plane in planes if plane != "memfd")
+            planes = tuple(plane for plane in self._end.planes if plane != "memfd")
+            self._end = replace(self._end, planes=planes)
+            return
         self._pool_server = server
         self._poller.add(server.fileno())
-        return planes
+        nonce = os.urandom(len(memory.nonce))
+        memory.nonce[:] = np.frombuffer(nonce, np.uint8)
+        self._end = replace(self._end, uds_path=server.path, nonce=nonce)
 
     # ---- commands -----------------------------------------------------------------------------
 
@@ -294,13 +247,12 @@ class TransferSource:
         now = self._clock.now()
         machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now)
         offered = Offered.make(offer, machine, self._layout.digests_per_block)
-        self._by_key[offer.key] = offered
-        self._by_xfer[xfer_id] = offered
+        self._offers.add(offered)
         self.counters.offers += 1
         self._timers.at_latest(xfer_id, machine.next_deadline())
 
     def _sealed(self, key: str, lo: int, block_ids: tuple[BlockId, ...]) -> None:
-        offered = self._by_key.get(key)
+        offered = self._offers.by_key(key)
         if offered is None:
             return  # released meanwhile
         index = np.array(block_ids, dtype=np.int64)
@@ -317,7 +269,7 @@ class TransferSource:
         self._apply(offered, actions)
 
     def _finished(self, key: str, final: FinalInfo) -> None:
-        offered = self._by_key.get(key)
+        offered = self._offers.by_key(key)
         if offered is None:
             return
         gen = digest = 0
@@ -345,14 +297,14 @@ class TransferSource:
         self._apply(offered, offered.machine.cancel(message, self._clock.now()))
 
     def _cancel(self, key: str, reason: str) -> None:
-        offered = self._by_key.get(key)
+        offered = self._offers.by_key(key)
         if offered is not None:
             self._apply(offered, offered.machine.cancel(reason, self._clock.now()))
 
     def _begin_stop(self, grace_s: float) -> None:
         now = self._clock.now()
         self._stop_deadline = now + grace_s
-        for offered in list(self._by_key.values()):
+        for offered in self._offers.open():
             self._apply(offered, offered.machine.cancel("worker stops", now, "stopped"))
 
     def _shut_down(self) -> None:
@@ -362,17 +314,17 @@ class TransferSource:
         # Closing the context has ended every send, so what still waits can be given back now.
         self._land_flights()
         now = self._clock.now()
-        for offered in list(self._by_key.values()):
+        for offered in self._offers.open():
             if offered.machine.owner is not None:
                 actions = offered.machine.on_peer_lost(offered.machine.owner.base, now)
                 self._apply(offered, [a for a in actions if isinstance(a, sender.Release)])
         for command in self._inbox.close():
             self._guarded(command)
-        for key, offered in list(self._by_key.items()):
+        for offered in self._offers.open():
             # Offers that came in while the thread ended; nothing was announced of them.
             actions = offered.machine.cancel("worker stops", now, "stopped")
             self._apply(offered, [a for a in actions if isinstance(a, sender.Release)])
-            if key in self._by_key:
+            if self._offers.by_key(offered.offer.key) is not None:
                 log.error("transfer.source_not_released", xfer=offered.machine.xfer_id)
 
     # ---- timers, data -------------------------------------------------------------------------
@@ -381,7 +333,7 @@ class TransferSource:
         now = self._clock.now()
         for xfer_id in self._timers.pop_due(now):
             assert isinstance(xfer_id, int)
-            offered = self._by_xfer.get(xfer_id)
+            offered = self._offers.by_xfer(xfer_id)
             if offered is None:
                 continue
             if offered.machine.is_forgotten(now):
@@ -390,20 +342,19 @@ class TransferSource:
                 self._apply(offered, offered.machine.on_time(now))
 
     def _bury(self, xfer_id: int) -> None:
-        self._by_xfer.pop(xfer_id, None)
-        self._tombstones.pop(xfer_id, None)
+        self._offers.bury(xfer_id)
         self._timers.discard(xfer_id)
 
     def _land_flights(self) -> None:
         now = self._clock.now()
         for xfer_id in self._pump.landed():
-            offered = self._by_xfer.get(xfer_id)
+            offered = self._offers.by_xfer(xfer_id)
             if offered is not None:
                 self._apply(offered, offered.machine.on_data_left(now))
 
     def _send_some(self, xfer_id: int) -> bool:
         """Send one DATA message of a transfer; True if it may have more."""
-        offered = self._by_xfer.get(xfer_id)
+        offered = self._offers.by_xfer(xfer_id)
         owner = offered.machine.owner if offered is not None else None
         if offered is None or owner is None:
             return False
@@ -498,8 +449,8 @@ class TransferSource:
             self.counters.incompatible += 1
             log.warning("transfer.peer_refused", **log_fields)
         else:
-            busy = {o.machine.owner.base for o in self._by_key.values() if o.machine.owner}
-            if not self._peers.admit(peer.base, answer.plane, busy, self._clock.now()):
+            busy, now = self._offers.busy_peers(), self._clock.now()
+            if not self._peers.admit(peer.base, answer.plane, busy, now):
                 self._reject(peer, 0, 0, RejectCode.BUSY, "too many peers", 1.0)
                 return
             log.info("transfer.peer_welcome", **log_fields)
@@ -510,7 +461,7 @@ class TransferSource:
         now = self._clock.now()
         known: list[int] = []
         for xfer_id in ids:
-            offered = self._by_xfer.get(xfer_id)
+            offered = self._offers.by_xfer(xfer_id)
             if offered is not None and offered.machine.on_renew(peer.base, now):
                 known.append(xfer_id)
                 self.counters.renewals += 1
@@ -552,43 +503,21 @@ class TransferSource:
             return None, (RejectCode.AUTH, "the ticket is for another transfer")
         if request.head_hi or request.layer_hi or request.wire_dtype:
             return None, (RejectCode.LAYOUT, "partial ranges and conversion are not served")
-        if xfer_id not in self._by_xfer:
+        if self._offers.by_xfer(xfer_id) is None:
             # The offer may have been made, and its ticket opened, since this turn's commands ran.
             self._run_commands()
-        return self._by_xfer.get(xfer_id), None
+        return self._offers.by_xfer(xfer_id), None
 
     def _on_session_message(self, peer: Peer, message: Message) -> None:
         header = message.header
-        offered = self._by_xfer.get(header.xfer_id)
+        offered = self._offers.by_xfer(header.xfer_id)
         if offered is None:
             self._answer_unknown(peer, message)
             return
-        actions = self._session_event(offered.machine, peer, message)
-        self._apply(offered, actions)
-
-    def _session_event(
-        self, machine: SenderTransfer, peer: Peer, message: Message
-    ) -> list[SenderAction]:
-        kind, attempt, now = message.header.type, message.header.attempt, self._clock.now()
-        if kind is MessageType.CREDIT:
-            credit = codec.parse(pb.Credit, message.body)
-            return machine.on_credit(peer, attempt, credit.size_bytes)
-        if kind is MessageType.PULLED:
-            pulled = codec.parse(pb.Pulled, message.body)
-            return machine.on_pulled(peer, attempt, pulled.lo, pulled.hi, now)
-        if kind is MessageType.NACK:
+        if header.type is MessageType.NACK:
             indexes, tail = codec.nack_args(message.body)
             self.counters.resends += len(indexes) + tail
-            return machine.on_nack(peer, attempt, indexes, tail, now)
-        if kind is MessageType.DONE:
-            done = codec.parse(pb.DoneTransfer, message.body)
-            return machine.on_done(peer, attempt, done.size_bytes, now)
-        if kind is MessageType.ABORT:
-            reason = codec.clip(codec.parse(pb.Abort, message.body).reason)
-            return machine.on_abort(peer, attempt, reason, now)
-        if kind is MessageType.ABORTED:
-            return machine.on_aborted(peer, attempt, now)
-        raise WireError("direction")
+        self._apply(offered, offered.event(peer, message, self._clock.now()))
 
     def _answer_unknown(self, peer: Peer, message: Message) -> None:
         header = message.header
@@ -601,7 +530,7 @@ class TransferSource:
         if not base:
             return
         now = self._clock.now()
-        for offered in list(self._by_key.values()):
+        for offered in self._offers.open():
             self._apply(offered, offered.machine.on_peer_lost(base, now))
 
     # ---- actions ------------------------------------------------------------------------------
@@ -616,7 +545,7 @@ class TransferSource:
                     self._pump.wants(action.peer.base, machine.xfer_id)
             else:
                 self._send_action(offered, action)
-        if machine.xfer_id in self._by_xfer:
+        if self._offers.by_xfer(machine.xfer_id) is not None:
             self._timers.at_latest(machine.xfer_id, machine.next_deadline())
 
     def _send_action(self, offered: Offered, action: SendAction) -> None:
@@ -659,24 +588,12 @@ class TransferSource:
             self._inbox.put(lambda: self._peer_lost(peer.base))
 
     def _release(self, offered: Offered, action: sender.Release) -> None:
-        machine, key = offered.machine, offered.offer.key
-        self._by_key.pop(key, None)
-        with self._lock:
-            self._open_keys.discard(key)
-        self._tombstones[machine.xfer_id] = None
-        if len(self._tombstones) > _MAX_TOMBSTONES:
-            self._bury(next(iter(self._tombstones)))
-        outcome = action.outcome
-        self.counters.note_released(outcome)
-        stats = TransferStats(
-            plane=machine.plane,
-            peer=worker_id_of(machine.owner.base) if machine.owner else "",
-            size_bytes=machine.bytes_moved,
-            blocks_moved=machine.blocks_moved,
-            blocks_deduped=machine.blocks_deduped,
-            nacks=machine.num_nacks,
-        )
+        surplus = self._offers.release(offered)
+        if surplus is not None:
+            self._bury(surplus)
+        self.counters.note_released(action.outcome)
+        event = SourceReleased(offered.offer.key, action.outcome, action.reason, offered.stats())
         try:
-            self._on_event(SourceReleased(key, outcome, action.reason, stats))
+            self._on_event(event)
         except Exception:  # a listener's fault is not the transfer's
             log.exception("transfer.source_listener_failed")

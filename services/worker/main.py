@@ -46,6 +46,7 @@ from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
 from services.telemetry.tracing import Tracing, setup_tracing
 from services.transfer.config import TransferConfig
+from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
 from services.worker.convert import load_report
@@ -290,11 +291,9 @@ class _Worker:
             curve_key_file=settings.curve_key_file or None,
             allow_plaintext_kv=settings.allow_plaintext_kv,
         )
-        common = (memory, memory.layout, identity, worker_id, incarnation)
-        source = TransferSource(
-            *common, self._config.worker.bind_host, self._runtime_dir(), self._clock, config
-        )
-        return source, TransferSink(*common, self._clock, config)
+        parts = EndParts(memory, identity, worker_id, incarnation, self._clock, config)
+        listen = ListenAt(self._config.worker.bind_host, self._runtime_dir())
+        return TransferSource(parts, listen), TransferSink(parts)
 
     def _runtime_dir(self) -> Path:
         configured = self._config.worker.runtime_dir

@@ -27,6 +27,7 @@ from services.transfer.api import (
     SourceReleased,
 )
 from services.transfer.config import KIB, MIB, TransferConfig
+from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
 
@@ -221,14 +222,12 @@ def make_prefill(
     layout: KvLayout = LAYOUT,
     identity: KvIdentity = IDENTITY,
     worker_id: str = "prefill-0",
-    **more: Any,
+    advertise: str | None = None,
 ) -> PrefillEnd:
     """Start a source on loopback."""
     memory = KvPoolMemory.create(layout, num_blocks)
-    source = TransferSource(
-        memory, layout, identity, worker_id, next(_next_incarnation), "127.0.0.1", runtime_dir,
-        SystemClock(), config, **more,
-    )  # fmt: skip
+    parts = EndParts(memory, identity, worker_id, next(_next_incarnation), SystemClock(), config)
+    source = TransferSource(parts, ListenAt("127.0.0.1", runtime_dir, advertise))
     events = Events()
     source.start(events)
     free = [BlockId(i) for i in range(num_blocks)]
@@ -244,9 +243,8 @@ def make_decode(
 ) -> DecodeEnd:
     """Start a sink."""
     memory = KvPoolMemory.create(layout, num_blocks)
-    sink = TransferSink(
-        memory, layout, identity, worker_id, next(_next_incarnation), SystemClock(), config
-    )
+    parts = EndParts(memory, identity, worker_id, next(_next_incarnation), SystemClock(), config)
+    sink = TransferSink(parts)
     events = Events()
     sink.start(events)
     return DecodeEnd(sink, memory, events, free=[BlockId(i) for i in range(num_blocks)])

@@ -1,0 +1,51 @@
+"""What both transfer ends of one worker are made of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.clock import Clock
+from services.kv.layout import KvIdentity, KvLayout
+from services.kv.memory import KvPoolMemory
+from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.handshake import LocalEnd, host_id
+
+
+@dataclass(frozen=True, slots=True)
+class EndParts:
+    """Who the worker is, its pool, and its limits."""
+
+    memory: KvPoolMemory
+    identity: KvIdentity
+    worker_id: str
+    incarnation: int
+    clock: Clock
+    config: TransferConfig
+
+    @property
+    def layout(self) -> KvLayout:
+        """How the pool's blocks are laid out."""
+        return self.memory.layout
+
+    def local_end(self) -> LocalEnd:
+        """Return what HELLO says of this worker, on every plane it allows."""
+        return LocalEnd(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            host_id=host_id(),
+            uid=os.geteuid(),
+            identity=self.identity,
+            layout=self.layout,
+            planes=ordered_planes(self.config),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAt:
+    """Where a source can be reached."""
+
+    host: str
+    runtime_dir: Path  # of the socket that hands out the pool
+    advertise: str | None = None  # "host:port" of tickets, where it is not the bound one

@@ -1,0 +1,160 @@
+"""Blocks on their way in: turns of pulling, credit for DATA, and the verdict on each block."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from services.common.clock import Clock
+from services.kv.layout import KvLayout
+from services.kv.memory import KvPoolMemory
+from services.pb import transfer_pb2 as pb
+from services.telemetry.logs import get_logger
+from services.transfer import codec
+from services.transfer.block_writer import BlockWriter
+from services.transfer.config import TransferConfig
+from services.transfer.counters import SinkCounters
+from services.transfer.credit import CreditRound
+from services.transfer.peer_link import PeerLink
+from services.transfer.receive import Receive
+from services.transfer.receive_table import ReceiveTable
+from services.transfer.receiver import ReceiverAction, ReceiverState
+from services.transfer.wire import Message, MessageType
+
+log = get_logger(__name__)
+
+_PULL_SLICE_S = 0.002  # then commands and messages are looked at
+_PULLS_A_STEP = 8
+
+Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
+
+
+class Intake:
+    """The only code that writes blocks for a peer; belongs to the sink's thread."""
+
+    def __init__(
+        self,
+        memory: KvPoolMemory,
+        config: TransferConfig,
+        clock: Clock,
+        counters: SinkCounters,
+        receives: ReceiveTable,
+        apply: Apply,
+    ) -> None:
+        self._layout: KvLayout = memory.layout
+        self._config = config
+        self._clock = clock
+        self._counters = counters
+        self._receives = receives
+        self._apply = apply
+        self._writer = BlockWriter(memory, memory.layout, config.digest_sampling)
+        self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
+        self._pulling: OrderedDict[Receive, None] = OrderedDict()
+
+    @property
+    def has_pulls(self) -> bool:
+        """Tell whether there is something to copy at once."""
+        return bool(self._pulling)
+
+    def queue(self, receive: Receive) -> None:
+        """Note that a receive may have work."""
+        if receive.machine.has_pulls():
+            self._pulling[receive] = None
+        if receive.machine.credit_wanted():
+            self._hungry[receive] = None
+
+    def drop(self, receive: Receive) -> None:
+        """Forget the work of a receive that has ended."""
+        self._hungry.pop(receive, None)
+        self._pulling.pop(receive, None)
+
+    def on_data(self, link: PeerLink, receive: Receive, message: Message) -> None:
+        """Take the blocks of a DATA message off the socket."""
+        machine = receive.machine
+        n_payload = message.header.n_payload
+        indexes = codec.data_indexes(message.body, n_payload, machine.num_blocks)
+        machine.account(n_payload)
+        link.last_data = self._clock.now()
+        for index in indexes:
+            dest = machine.dest_of(index)
+            if dest is None:
+                # Late, duplicate, or the transfer is over: never into a block of the pool.
+                link.dealer.skip_block()
+                self._counters.discarded_frames += 1
+                continue
+            wrong = self._writer.receive(machine, index, dest, link.dealer.recv_block)
+            self._on_verdict(receive, index, wrong)
+        if machine.credit_wanted():
+            self._hungry[receive] = None
+
+    def pull_some(self) -> None:
+        """Copy for a slice of time; receives take turns."""
+        end = self._clock.now() + _PULL_SLICE_S
+        while self._pulling:
+            receive, _ = self._pulling.popitem(last=False)
+            self._pull_step(receive)
+            if receive.machine.has_pulls():
+                self._pulling[receive] = None  # to the back
+            if self._clock.now() >= end:
+                return
+
+    def grant_credit(self) -> None:
+        """Let peers send what fits into the windows."""
+        if not self._hungry:
+            return
+        config = self._config
+        round_ = CreditRound(
+            block_bytes=self._layout.block_bytes,
+            window_bytes=config.window_bytes,
+            budget_bytes=config.receive_budget_bytes,
+            chunk_bytes=config.data_message_bytes,
+            used=self._receives.outstanding_bytes(),
+        )
+        for receive in list(self._hungry):
+            wanted = receive.machine.credit_wanted()
+            if wanted == 0:
+                del self._hungry[receive]
+                continue
+            size = round_.grant(receive.target, wanted)
+            if size:
+                self._apply(receive, receive.machine.grant(size, self._clock.now()))
+
+    def _pull_step(self, receive: Receive) -> None:
+        pool, machine = receive.pool, receive.machine
+        if pool is None:
+            return
+        done: list[int] = []
+        for pull in machine.take_pulls(_PULLS_A_STEP):
+            if machine.dest_of(pull.index) is None:
+                return  # the block before this one ended the receive
+            done.append(pull.index)
+            self._on_verdict(receive, pull.index, self._writer.pull(machine, pool, pull))
+        if machine.state is ReceiverState.PULLING:
+            for lo, hi in _ranges(done):
+                body = pb.Pulled(lo=lo, hi=hi).SerializeToString()
+                receive.send(MessageType.PULLED, body)
+
+    def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
+        if wrong is None:
+            self._counters.blocks += 1
+        else:
+            self._counters.integrity_errors += 1
+            log.warning(
+                "transfer.integrity_error",
+                peer=receive.ticket.worker_id,
+                reason=wrong,
+                plane=receive.plane,
+            )
+        actions = receive.machine.on_block(index, wrong is None, self._clock.now(), wrong or "")
+        self._apply(receive, actions)
+
+
+def _ranges(indexes: list[int]) -> list[tuple[int, int]]:
+    """Return the ascending runs [lo, hi) that `indexes` are made of."""
+    runs: list[tuple[int, int]] = []
+    for index in sorted(indexes):
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs

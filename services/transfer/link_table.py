@@ -1,0 +1,177 @@
+"""Connections of a sink to prefill workers: made when wanted, shared, watched, bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.clock import Clock
+from services.telemetry.logs import get_logger
+from services.transfer.config import TransferConfig
+from services.transfer.handshake import LocalEnd
+from services.transfer.loop import Timers
+from services.transfer.peer_link import LinkState, PeerLink
+from services.transfer.receive import Receive
+from services.transfer.renewer import Target
+from services.transfer.zmq_plane import CurveKeys, Poller, SinkContext
+
+log = get_logger(__name__)
+
+
+class LinkOwner(Protocol):
+    """What the table tells the sink, on its thread."""
+
+    def on_connected(self, receive: Receive) -> None:
+        """The receive's connection is up."""
+        ...
+
+    def on_connect_failed(self, receive: Receive, code: str, message: str) -> None:
+        """There will be no connection."""
+        ...
+
+    def on_peer_lost(self, target: Target, *, is_dead: bool) -> None:
+        """An established connection is gone."""
+        ...
+
+    def is_in_use(self, target: Target) -> bool:
+        """Tell whether anything is received from this peer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkParts:
+    """What connections are made with and watched by."""
+
+    context: SinkContext
+    end: LocalEnd
+    config: TransferConfig
+    keys: CurveKeys | None
+    poller: Poller
+    timers: Timers
+    clock: Clock
+
+
+class LinkTable:
+    """At most one connection a peer; belongs to the sink's thread but for `planes`."""
+
+    def __init__(self, parts: LinkParts, owner: LinkOwner) -> None:
+        self._parts = parts
+        self._owner = owner
+        self._links: OrderedDict[Target, PeerLink] = OrderedDict()
+        self._waiting: dict[Target, list[Receive]] = {}
+        self._lock = threading.Lock()  # guards _planes
+        self._planes: dict[str, str] = {}
+
+    def planes(self) -> dict[str, str]:
+        """Peer worker id -> plane in use; any thread."""
+        with self._lock:
+            return dict(self._planes)
+
+    def all(self) -> list[PeerLink]:
+        """Return every connection."""
+        return list(self._links.values())
+
+    def connect(self, receive: Receive) -> None:
+        """Give a receive its connection, now or when it is up."""
+        parts, target = self._parts, receive.target
+        link = self._links.get(target)
+        if link is None:
+            self._drop_idle()
+            now = parts.clock.now()
+            link = PeerLink(
+                parts.context, target, parts.end, parts.config, parts.keys, parts.poller, now
+            )
+            self._links[target] = link
+            parts.timers.at_latest(link, link.deadline)
+        receive.link = link
+        if link.state is LinkState.UP:
+            self._connected(receive, link)
+        else:
+            self._waiting.setdefault(target, []).append(receive)
+
+    def settle(self, link: PeerLink) -> None:
+        """Tell the receives that wait for a connection how it went."""
+        if self._links.get(link.target) is not link:
+            return
+        if link.failure is not None:
+            self._remove(link)
+            self._fail_waiting(link, link.failure.code, link.failure.message)
+        elif link.state is LinkState.UP and link.target in self._waiting:
+            self._publish_planes()
+            self._watch(link)
+            for receive in self._waiting.pop(link.target):
+                self._connected(receive, link)
+
+    def drop(self, link: PeerLink, *, is_dead: bool) -> None:
+        """Close a connection that broke."""
+        if self._links.get(link.target) is not link:
+            return
+        self._remove(link)
+        self._fail_waiting(link, "handoff_failed", "the connection to the prefill worker broke")
+        self._owner.on_peer_lost(link.target, is_dead=is_dead)
+
+    def check(self, link: PeerLink, now: float) -> None:
+        """Do what is due: give up on a handshake, drop a peer that is silent."""
+        if self._links.get(link.target) is not link:
+            return
+        link.on_time(now)
+        self.settle(link)
+        if link.state is not LinkState.UP:
+            return
+        if not self._owner.is_in_use(link.target):
+            link.last_heard = now  # nobody pings an idle peer
+        elif now - link.last_heard > self._parts.config.peer_timeout_s:
+            log.warning("transfer.peer_silent", peer=link.target.worker_id)
+            self.drop(link, is_dead=False)
+            return
+        self._watch(link)
+
+    def heard(self, target: Target, now: float) -> None:
+        """Note a sign of life."""
+        link = self._links.get(target)
+        if link is not None:
+            link.last_heard = max(link.last_heard, now)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _connected(self, receive: Receive, link: PeerLink) -> None:
+        receive.link, receive.pool, receive.plane = link, link.pool, link.plane
+        self._links.move_to_end(link.target)
+        self._owner.on_connected(receive)
+
+    def _fail_waiting(self, link: PeerLink, code: str, message: str) -> None:
+        for receive in self._waiting.pop(link.target, []):
+            self._owner.on_connect_failed(receive, code, message)
+
+    def _watch(self, link: PeerLink) -> None:
+        parts = self._parts
+        parts.timers.at_latest(link, parts.clock.now() + parts.config.ping_interval_s)
+
+    def _remove(self, link: PeerLink) -> None:
+        del self._links[link.target]
+        self._parts.timers.discard(link)
+        link.close()
+        self._publish_planes()
+
+    def _drop_idle(self) -> None:
+        """Keep the number of connections bounded; one in use is never closed."""
+        for target, link in list(self._links.items()):
+            if len(self._links) < self._parts.config.max_peers:
+                return
+            if not self._owner.is_in_use(target):
+                self._remove(link)
+
+    def _publish_planes(self) -> None:
+        planes = {
+            link.target.worker_id: link.plane
+            for link in self._links.values()
+            if link.state is LinkState.UP
+        }
+        with self._lock:
+            self._planes = planes

@@ -1,0 +1,135 @@
+"""One receive as the sink keeps it: its session, and what that hears and says on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.kv.layout import KvLayout
+from services.kv.memory import KvPoolMemory
+from services.pb import transfer_pb2 as pb
+from services.transfer import codec, receiver
+from services.transfer.api import TransferStats
+from services.transfer.peer_link import PeerLink
+from services.transfer.receiver import ReceiverAction, ReceiverState, ReceiverTransfer
+from services.transfer.renewer import Target
+from services.transfer.ticket import Ticket
+from services.transfer.values import OpenArgs
+from services.transfer.wire import Message, MessageType, WireError
+
+SendAction = (
+    receiver.SendOpen
+    | receiver.SendCredit
+    | receiver.SendNack
+    | receiver.SendDone
+    | receiver.SendAbort
+    | receiver.SendAborted
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What the worker asks for with one `open`."""
+
+    key: str
+    signed_ticket: bytes
+    attempt: int
+    have: tuple[bool, ...]
+    traceparent: str
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """One open with what the wire needs; lives until its DONE or ABORT is answered."""
+
+    request: OpenRequest
+    ticket: Ticket
+    machine: ReceiverTransfer
+    link: PeerLink | None = None
+    pool: KvPoolMemory | None = None  # the peer's, on memfd
+    plane: str = ""
+    published_state: ReceiverState | None = None
+
+    @property
+    def key(self) -> str:
+        """What the worker calls it."""
+        return self.request.key
+
+    @property
+    def wire_id(self) -> tuple[int, int]:
+        """What messages call it."""
+        return self.ticket.xfer_id, self.request.attempt
+
+    @property
+    def target(self) -> Target:
+        """Who holds its KV."""
+        return target_of(self.ticket)
+
+    def event(self, message: Message, layout: KvLayout, now: float) -> list[ReceiverAction]:
+        """Hand a message to the session; DATA is not one of them."""
+        kind, machine = message.header.type, self.machine
+        if kind is MessageType.OPENED:
+            codec.parse(pb.Opened, message.body)
+            return machine.on_opened(now)
+        if kind is MessageType.READY:
+            count = layout.digests_per_block
+            return machine.on_ready(codec.ready_args(message.body, machine.num_blocks, count), now)
+        if kind is MessageType.FINAL:
+            return machine.on_final(codec.final_args(message.body), now)
+        if kind is MessageType.REJECT:
+            return machine.on_reject(*codec.reject_args(message.body))
+        if kind is MessageType.ABORT:
+            reason = codec.clip(codec.parse(pb.Abort, message.body).reason)
+            return machine.on_abort(reason)
+        if kind in (MessageType.CLOSED, MessageType.ABORTED):
+            return machine.on_closed()
+        raise WireError("direction")
+
+    def message(self, action: SendAction) -> tuple[MessageType, bytes]:
+        """Return what to send for an action."""
+        if isinstance(action, receiver.SendOpen):
+            request = self.request
+            args = OpenArgs(request.attempt, action.have, self.plane, 0, request.traceparent)
+            return MessageType.OPEN, codec.open_body(request.signed_ticket, args)
+        if isinstance(action, receiver.SendCredit):
+            body = pb.Credit(size_bytes=action.total_bytes).SerializeToString()
+            return MessageType.CREDIT, body
+        if isinstance(action, receiver.SendNack):
+            return MessageType.NACK, codec.nack_body(action.indexes, action.tail, action.reason)
+        if isinstance(action, receiver.SendDone):
+            done = pb.DoneTransfer(
+                digest_of_digests=action.digest_of_digests, size_bytes=action.size_bytes
+            )
+            return MessageType.DONE, done.SerializeToString()
+        if isinstance(action, receiver.SendAbort):
+            body = pb.Abort(reason=codec.clip(action.reason)).SerializeToString()
+            return MessageType.ABORT, body
+        return MessageType.ABORTED, b""
+
+    def send(self, kind: MessageType, body: bytes) -> None:
+        """Send over the connection, if there is one."""
+        if self.link is not None:
+            # Without a connection nothing is lost: all is repeated or covered by the lease.
+            self.link.send(kind, body, *self.wire_id)
+
+    def stats(self, block_bytes: int) -> TransferStats:
+        """Say what it did."""
+        machine = self.machine
+        return TransferStats(
+            plane=self.plane,
+            peer=self.ticket.worker_id,
+            size_bytes=machine.blocks_moved * block_bytes,
+            blocks_moved=machine.blocks_moved,
+            blocks_deduped=machine.blocks_deduped,
+            open_us=_elapsed_us(machine.open_sent_at, machine.opened_at),
+            pull_us=_elapsed_us(machine.first_ready_at, machine.finished_at),
+            nacks=machine.num_nacks,
+        )
+
+
+def target_of(ticket: Ticket) -> Target:
+    """Return the life of the worker a ticket is from."""
+    return Target(ticket.zmq_endpoint, ticket.worker_id, ticket.incarnation)
+
+
+def _elapsed_us(start: float | None, end: float | None) -> int:
+    return 0 if start is None or end is None else round((end - start) * 1e6)
