@@ -1,6 +1,7 @@
 """Write tests/golden/smollm2_greedy.json: what one worker process answers to the fixed prompts.
 
-Run it when the default model's weights change, never to make a failing test pass.
+Run `python -m tools.make_golden` in the checkout when the default model's weights change, never
+to make a failing test pass.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ import json
 import sys
 from pathlib import Path
 
+from services.bench.local_cluster import LocalCluster as Cluster
+from services.models.catalog import resolve
+from services.text.tokenizer import TextModel
+from tests.support.generate import generate, request
+from tests.support.prompts import MAX_TOKENS, fixed_prompts
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from services.bench.local_cluster import LocalCluster as Cluster  # noqa: E402
-from services.models.catalog import resolve  # noqa: E402 - after the path is set
-from services.text.tokenizer import TextModel  # noqa: E402
-from tests.support.generate import generate, request  # noqa: E402
-from tests.support.prompts import MAX_TOKENS, fixed_prompts  # noqa: E402
-
 TARGET = ROOT / "tests" / "golden" / "smollm2_greedy.json"
 
 

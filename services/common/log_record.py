@@ -1,4 +1,4 @@
-"""How an event's fields ride on a standard log record, for packages below telemetry."""
+"""How an event's fields ride on a standard log record, for packages below or beside telemetry."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ class EngineLoop:
         clock: Clock,
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
-        """Args:
-        on_step: told of every finished step, on the engine thread; for metrics.
-        """
+        """Prepare; `on_step` is told of every finished step, on the engine thread."""
         self._on_step = on_step
         self._scheduler = scheduler
         self._executor = executor

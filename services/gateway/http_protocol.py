@@ -26,7 +26,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's type
         """Start the clock on the first head."""
         super().connection_made(transport)
         self._start_timer()

@@ -70,14 +70,14 @@ class WorkerLease:
         self._state = "live"
         self._must_renew = False
         self._is_stopping = False
-        self._overflowed = False
+        self._has_overflowed = False
         # Written by the lease thread only.
         self._slot: int | None = None
         self._gen = 0
         self._previous_gen = 0
         self._seq = 0
         self._is_down = False
-        self._superseded = False
+        self._is_superseded = False
         self._batch: tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]] | None = None
         self.renewals = dict.fromkeys(RENEWAL_OUTCOMES, 0)  # for metrics, read by any thread
         self._thread = threading.Thread(target=self._run, name="isthmus-lease", daemon=True)
@@ -98,11 +98,11 @@ class WorkerLease:
                     self._pending[block_hash] = is_added
             if len(self._pending) > self._config.max_pending:
                 self._pending.clear()
-                self._overflowed = True
+                self._has_overflowed = True
             if was_empty and self._pending:
                 self._pending_since = self._clock.now()
                 self._changed.notify()
-            elif self._overflowed or len(self._pending) >= self._config.batch_blocks:
+            elif self._has_overflowed or len(self._pending) >= self._config.batch_blocks:
                 self._changed.notify()
 
     def set_state(self, state: str) -> None:
@@ -145,7 +145,7 @@ class WorkerLease:
     @property
     def is_superseded(self) -> bool:
         """True once a later process of the same name holds the slot: this one is a leftover."""
-        return self._superseded
+        return self._is_superseded
 
     # -- the lease thread --------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class WorkerLease:
                 now = self._clock.now()
                 due = next_renewal
                 if not self._is_down and self._slot is not None:
-                    if self._must_renew or self._overflowed or self._batch is not None:
+                    if self._must_renew or self._has_overflowed or self._batch is not None:
                         return True
                     if len(self._pending) >= self._config.batch_blocks:
                         return True
@@ -187,9 +187,9 @@ class WorkerLease:
     def _step(self, next_renewal: float) -> float:
         """Do the most urgent thing; return when the next renewal is due."""
         heartbeat_s = self._config.heartbeat_s
-        if self._superseded:
+        if self._is_superseded:
             return self._clock.now() + heartbeat_s
-        if self._slot is None or self._overflowed:
+        if self._slot is None or self._has_overflowed:
             self._join()
             return self._clock.now() + heartbeat_s
         if self._take_batch():
@@ -229,7 +229,7 @@ class WorkerLease:
             )
         )
         if answer.outcome == "SUPERSEDED":
-            self._superseded = True
+            self._is_superseded = True
             self._slot = None
             log.error("registry.superseded", worker=self._info.worker_id)
             return
@@ -238,7 +238,7 @@ class WorkerLease:
         with self._changed:
             # Changes from here on are applied on top of what cached_hashes() says next.
             self._pending.clear()
-            self._overflowed = False
+            self._has_overflowed = False
             self._must_renew = False
             self._batch = None
         self._previous_gen, self._gen = self._gen, answer.gen

@@ -18,6 +18,7 @@ from services.pb import common_pb2, worker_pb2
 from services.resilience.breaker import Outcome, outcome_of
 from services.resilience.retry_budget import RetryBudget
 from services.router.api import RequestEnd, RouterOutput
+from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
 from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
@@ -32,7 +33,6 @@ from services.router.policy import (
     choose_decode,
     expected_tokens,
 )
-from services.router.service import ClusterWatch
 from services.router.view import WorkerView
 from services.router.wire import (
     CONTINUE,

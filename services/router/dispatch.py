@@ -12,6 +12,7 @@ from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
 from services.registry.base import RegistryReader
 from services.router.api import Chunk, GenerateCall, RequestEnd, RouterOutput, ServedModel
+from services.router.cluster_watch import ClusterWatch
 from services.router.conductor import Conductor, OpenRequest
 from services.router.config import RouterConfig
 from services.router.hooks import RequestSummary, RouterHooks
@@ -19,7 +20,6 @@ from services.router.legs import Progress
 from services.router.output_buffer import OutputBuffer
 from services.router.policy import MODES, RETRY_AFTER_MS, RequestFacts, choose
 from services.router.request import LogicalRequest, TokenText
-from services.router.service import ClusterWatch
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
 from services.telemetry.logs import get_logger

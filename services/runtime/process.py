@@ -33,9 +33,9 @@ def die_with_parent(environ: Mapping[str, str]) -> bool:
 
 
 class Child:
-    """One child process whose output goes to a log file. Spawn it from the main thread:
+    """One child process whose output goes to a log file.
 
-    the kernel takes the death of the spawning thread for the death of the parent.
+    Spawn it from the main thread: to the kernel the death of the spawning thread is the parent's.
     """
 
     def __init__(

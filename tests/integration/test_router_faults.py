@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import redis
 
 from services.common.errors import RequestError
+from services.common.ids import Incarnation, WorkerId
 from services.registry.embedded import EmbeddedStore
 from services.router.config import RouterConfig
 from tests.support.cluster import (
@@ -30,6 +32,15 @@ from tests.support.store import running_store, store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
 pytestmark = pytest.mark.integration
+
+
+def _has_attached(worker: FakeWorker, times: int) -> bool:
+    return worker.num_attaches >= times
+
+
+def _lives_again(cluster: Cluster, worker_id: str, incarnation: int) -> bool:
+    worker = cluster.router.view().find(WorkerId(worker_id))
+    return worker is not None and (worker.state, worker.incarnation) == ("live", incarnation)
 
 
 async def never(worker: FakeWorker, job: Job) -> None:
@@ -50,7 +61,7 @@ async def test_cut_link_resumes_without_gap_or_repeat(store_url: str) -> None:
         task = await streaming(cluster, "d0")
         for attaches in (2, 3):
             cluster["d0"].cut_links()
-            await eventually(lambda n=attaches: cluster["d0"].num_attaches >= n)  # type: ignore[misc]
+            await eventually(partial(_has_attached, cluster["d0"], attaches))
             await asyncio.sleep(0.1)
         answer = await task
         assert answer.tokens() == reference(make_call(max_tokens=60))
@@ -123,13 +134,7 @@ async def test_restarted_worker_is_used_again_under_its_new_incarnation(store_ur
             await cluster.add(decoder(incarnation=incarnation, token_delay_s=0.002), where)
             with pytest.raises(RequestError):
                 await task
-            await eventually(
-                lambda i=incarnation: any(  # type: ignore[misc]
-                    w.state == "live" and w.incarnation == i
-                    for w in cluster.router.view().workers
-                    if w.worker_id == "d0"
-                )
-            )
+            await eventually(partial(_lives_again, cluster, "d0", incarnation))
             answer = await cluster.ask(make_call())
             assert answer.end.timing.decode_worker == "d0"
             assert cluster["d0"].jobs[0].work.expect_incarnation == incarnation
@@ -300,7 +305,7 @@ async def test_churn_leaves_no_request_hanging(store_url: str) -> None:
             await cluster[name].kill()
             role = "prefill" if name.startswith("p") else "decode"
             made = prefill(name) if role == "prefill" else decoder(name)
-            made.incarnation, made.token_delay_s = incarnation, 0.005  # type: ignore[assignment]
+            made.incarnation, made.token_delay_s = Incarnation(incarnation), 0.005
             await cluster.add(made)
         await asyncio.wait_for(asyncio.gather(*clients), 20)
         assert len(results) == 80

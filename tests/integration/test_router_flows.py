@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ __all__ = ["store", "store_url"]  # fixtures
 pytestmark = pytest.mark.integration
 
 
-async def error_of(cluster: Cluster, **options: object) -> RequestError:
+async def error_of(cluster: Cluster, **options: Any) -> RequestError:
     """Run a request that must fail; return its error."""
     with pytest.raises(RequestError) as caught:
-        await cluster.ask(make_call(**options))  # type: ignore[arg-type]
+        await cluster.ask(make_call(**options))
     return caught.value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +49,9 @@ def prompt_of(length: int, seed: int = 0) -> npt.NDArray[np.uint32]:
     return np.random.default_rng(seed).integers(3, FAKE_VOCAB, length).astype(np.uint32)
 
 
-def make_config(**changes: object) -> EngineConfig:
+def make_config(**changes: Any) -> EngineConfig:
     """A small engine."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "model_digest": MODEL_DIGEST,
         "vocab_size": FAKE_VOCAB,
         "eos_token_ids": (),
@@ -62,12 +62,12 @@ def make_config(**changes: object) -> EngineConfig:
         "min_chunk_tokens": 1,
         "initial_chunk_tokens": 64,
     }
-    return EngineConfig(**(fields | changes))  # type: ignore[arg-type]
+    return EngineConfig(**(fields | changes))
 
 
-def greedy(max_tokens: int = 8, **changes: object) -> SamplingParams:
+def greedy(max_tokens: int = 8, **changes: Any) -> SamplingParams:
     """Greedy sampling."""
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes)
 
 
 def make_request(

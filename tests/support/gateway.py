@@ -101,5 +101,5 @@ def toy_text_model(directory: Path) -> TextModel:
 async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Poll for something that has no event to wait for."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.005)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -97,9 +98,9 @@ class Engine:
         self.loop = EngineLoop(self.rig.scheduler, self.gate, SystemClock())
         self.loop.start(self.listener.on_events, self.listener.on_delta)
 
-    def submit(self, key: str = "a", **changes: object) -> EngineRequest:
-        fields: dict[str, object] = {"prompt": prompt_of(40), "deadline": FAR} | changes
-        request = make_request(key, **fields)  # type: ignore[arg-type]
+    def submit(self, key: str = "a", **changes: Any) -> EngineRequest:
+        fields: dict[str, Any] = {"prompt": prompt_of(40), "deadline": FAR} | changes
+        request = make_request(key, **fields)
         self.loop.submit(request)
         return request
 

@@ -58,7 +58,7 @@ async def test_every_reader_gets_the_error_after_the_outputs() -> None:
         seen = []
         with pytest.raises(RequestError) as caught:  # noqa: PT012 - the outputs come first
             async for output in run.read():
-                seen.append(output)  # noqa: PERF401
+                seen.append(output)  # noqa: PERF401 - the outputs before the error count
         assert seen == OUTPUTS
         error = caught.value
         assert (error.spec.code, error.param, error.retry_after_ms) == ("worker_lost", "p", 5)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,21 +22,21 @@ W0 = WorkerId("w0")
 NOW = 100.0
 
 
-def record(info: WorkerInfo | None = None, **changes: object) -> WorkerRecord:
+def record(info: WorkerInfo | None = None, **changes: Any) -> WorkerRecord:
     """Build a record that is 1,500 ms from expiry."""
     base = WorkerRecord(3, 7, "live", 1500, LoadReport(), info or make_worker_info())
-    return replace(base, **changes)  # type: ignore[arg-type]  # fields of the record
+    return replace(base, **changes)
 
 
-def link(status: LinkStatus = LinkStatus.UP, **changes: object) -> LinkState:
+def link(status: LinkStatus = LinkStatus.UP, **changes: Any) -> LinkState:
     """Build a Link's state."""
     info = changes.pop("info", None) or make_worker_info()
-    base = LinkState(info, status, since=50.0, incarnation=Incarnation(1))  # type: ignore[arg-type]
-    return replace(base, **changes)  # type: ignore[arg-type]  # fields of the state
+    base = LinkState(info, status, since=50.0, incarnation=Incarnation(1))
+    return replace(base, **changes)
 
 
 def judge(
-    rec: WorkerRecord | None, lnk: LinkState | None, *, now: float = NOW, **inputs: object
+    rec: WorkerRecord | None, lnk: LinkState | None, *, now: float = NOW, **inputs: Any
 ) -> WorkerView:
     """Judge one worker."""
     made = ViewInputs(
@@ -45,7 +46,7 @@ def judge(
         booked={},
         expected={},
     )
-    (worker,) = build_view(replace(made, **inputs), now).workers  # type: ignore[arg-type]
+    (worker,) = build_view(replace(made, **inputs), now).workers
     return worker
 
 

@@ -166,6 +166,6 @@ def test_any_acks_then_resume_gives_every_token_once(
 
     # A router never asks for less than it has acknowledged.
     start = max([next_index, *(index + 1 for index in acks)])
-    replayed = [t for item in session.attach({1: (start,)}).resend for t in item.token_ids]  # type: ignore[union-attr]
+    replayed = [t for item in session.attach({1: (start,)}).resend for t in item.token_ids]  # type: ignore[union-attr]  # all are tokens
 
     assert replayed == sent[start:]
