@@ -22,7 +22,7 @@ _SUM_WIDTH = 256  # probabilities are summed in runs of this many, in float64
 _RUN_WIDTH = 64  # values whose maximum stands for them while the highest are looked for
 _MAX_LOGIT = 1e38  # the difference of two of them is still a float32
 # Probabilities, relative to the highest, down to which tokens are candidates for top-p, in turn.
-_NUCLEUS_BOUNDS = (2.0**-5, 2.0**-9, 2.0**-13, 2.0**-17, 0.0)
+_NUCLEUS_BOUNDS = (2.0**-8, 2.0**-13, 2.0**-18, 0.0)
 
 
 class BadLogits(Exception):
@@ -131,8 +131,10 @@ def _draw(logits: Logits, params: SamplingParams, u: float) -> int:
     """Invert the distribution function at `u`, over token ids in ascending order."""
     # Dividing first would overflow at tiny temperatures; the maximum is subtracted before.
     with np.errstate(over="ignore"):  # to -inf, whose probability is the right one: 0
-        scaled = (logits - logits.max()) / np.float32(max(params.temperature, 1e-5))
-    probs = np.exp(scaled)  # relative to the most probable token, which has 1
+        # In one array: a fresh one of this size costs more in page faults than the arithmetic.
+        probs = logits - logits.max()
+        probs /= np.float32(max(params.temperature, 1e-5))
+        np.exp(probs, out=probs)  # relative to the most probable token, which has 1
     ids: npt.NDArray[np.int64] | None = None
     if params.min_p > 0.0:
         probs[probs < params.min_p] = 0.0
@@ -182,29 +184,38 @@ def _descending(
 def _nucleus(
     probs: npt.NDArray[np.float32], ids: npt.NDArray[np.int64] | None, top_p: float
 ) -> npt.NDArray[np.int64]:
-    """The fewest most probable tokens that hold `top_p` of what `ids` (or all tokens) hold."""
+    """The fewest most probable tokens that hold `top_p` of what `ids` (or all tokens) hold.
+
+    Args:
+        ids: most probable first.
+
+    Returns:
+        Their ids, in no particular order.
+    """
     if ids is not None:
         sums = np.cumsum(probs[ids], dtype=np.float64)
-        return _shortest(ids, sums, top_p * float(sums[-1]))
+        return ids[: _shortest(sums, top_p * float(sums[-1]))]
     wanted = top_p * float(probs.sum(dtype=np.float64))
     for bound in _NUCLEUS_BOUNDS:
-        ids = np.flatnonzero(probs >= bound)
-        if bound and probs[ids].sum(dtype=np.float64) < wanted:
+        found = np.flatnonzero(probs >= bound)
+        values = probs[found]
+        if bound and values.sum(dtype=np.float64) < wanted:
             continue
         # All tokens down to some probability are the beginning of the order of all tokens, so
         # the answer does not depend on the bound.
-        ids = _descending(probs, ids)
-        sums = np.cumsum(probs[ids], dtype=np.float64)
+        ordered = np.sort(values)[::-1]
+        sums = np.cumsum(ordered, dtype=np.float64)
         if sums[-1] >= wanted:
             break
-    assert ids is not None
-    return _shortest(ids, sums, wanted)
+    length = _shortest(sums, wanted)
+    is_above = values > ordered[length - 1]
+    ties = found[values == ordered[length - 1]]  # of those the lowest ids
+    return np.concatenate((found[is_above], ties[: length - np.count_nonzero(is_above)]))
 
 
-def _shortest(
-    ids: npt.NDArray[np.int64], sums: npt.NDArray[np.float64], wanted: float
-) -> npt.NDArray[np.int64]:
-    return ids[: min(int(np.searchsorted(sums, wanted, side="left")) + 1, len(ids))]
+def _shortest(sums: npt.NDArray[np.float64], wanted: float) -> int:
+    """Number of leading terms that reach `wanted`, at least one."""
+    return min(int(np.searchsorted(sums, wanted, side="left")) + 1, len(sums))
 
 
 def _invert_all(probs: npt.NDArray[np.float32], u: float) -> int:
