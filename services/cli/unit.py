@@ -10,6 +10,7 @@ from pathlib import Path
 from services.cli import exits
 from services.cli.probe import HealthProbe
 from services.cli.up_plan import PlannedProcess
+from services.common.address import family_of, join_host_port
 from services.runtime.process import Child, GiveUp, RestartPolicy, describe_status
 
 STARTING = "starting"
@@ -96,12 +97,14 @@ class Unit:
     @property
     def grpc(self) -> str:
         """Address of its gRPC server."""
-        return f"{self.plan.grpc_host}:{self.grpc_port}"
+        return join_host_port(self.plan.grpc_host, self.grpc_port)
 
     @property
     def http(self) -> str:
         """Address of its HTTP front door, empty for workers."""
-        return f"{self.plan.http_host}:{self.http_port}" if self.plan.role == "router" else ""
+        if self.plan.role != "router":
+            return ""
+        return join_host_port(self.plan.http_host, self.http_port)
 
     def spawn(self) -> None:
         """Start a life; ports nobody asked for by number are drawn anew."""
@@ -131,16 +134,14 @@ class Unit:
 
 def free_port(host: str) -> int:
     """Draw a port that is free at this moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def is_port_free(host: str, port: int) -> bool:
     """Whether nobody listens there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

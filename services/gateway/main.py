@@ -7,6 +7,7 @@ import gc
 import os
 from pathlib import Path
 
+from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.model_manifest import read_manifest
@@ -102,8 +103,8 @@ class _RouterProcess:
         check_reference_vector()
         await self._router.start()
         ports = await self._gateway.start(
-            f"{settings.grpc_host}:{settings.grpc_port}",
-            f"{settings.http_host}:{settings.http_port}",
+            join_host_port(settings.grpc_host, settings.grpc_port),
+            join_host_port(settings.http_host, settings.http_port),
         )
         # What is loaded stays: collecting over it would stall every stream.
         gc.collect()

@@ -12,6 +12,7 @@ import grpc
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common.address import family_of
 from services.common.clock import Clock, SystemClock
 from services.common.errors import ConfigError
 from services.common.model_manifest import ModelManifest
@@ -245,8 +246,7 @@ def _listen(address: str) -> socket.socket:
     if not host or not port.isdigit():
         raise ConfigError(f"{address!r} is not host:port")
     host = host.removeprefix("[").removesuffix("]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Without it a head and its body, written apart, wait 40 ms for

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from services.common.address import family_of, join_host_port
 from services.common.errors import ConfigError
 from services.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -26,13 +26,14 @@ class MetricsServer:
         class Server(ThreadingHTTPServer):
             """On the address family of the host."""
 
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            address_family = family_of(host)
             daemon_threads = True
 
         try:
             self._server = Server((host, port), Handler)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for /metrics") from error
+            address = join_host_port(host, port)
+            raise ConfigError(f"cannot listen on {address} for /metrics") from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics-http", daemon=True
         )

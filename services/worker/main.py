@@ -15,6 +15,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kernels import dispatch
+from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.errors import ConfigError, ModelFileError
@@ -152,13 +153,11 @@ class _Worker:
         settings = self._config.worker
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        host = f"[{settings.bind_host}]" if ":" in settings.bind_host else settings.bind_host
+        address = join_host_port(settings.bind_host, settings.grpc_port)
         try:
-            port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+            port = server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(
-                f"worker.grpc_port {settings.grpc_port} on {host} cannot be bound"
-            ) from error
+            raise ConfigError(f"cannot listen on {address} (worker.grpc_port)") from error
         self._server = server
         return server, port
 
@@ -235,7 +234,7 @@ class _Worker:
         info = WorkerInfo(
             worker_id=worker_id,
             incarnation=incarnation,
-            address=f"{settings.advertise_host or settings.bind_host}:{port}",
+            address=join_host_port(settings.advertise_host or settings.bind_host, port),
             role=settings.role,
             model=manifest.name,
             kv_identity_fp=identity.fingerprint,

@@ -1,0 +1,15 @@
+"""How hosts and ports are written, IPv6 included."""
+
+from __future__ import annotations
+
+import socket
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Write host:port, with brackets where the host has colons itself."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of sockets bound to an address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
