@@ -61,7 +61,8 @@ class UnitState:
         return False
 
     def _died(self, now: float, exit_status: int) -> None:
-        if exit_status == exits.USAGE:  # a wrong configuration stays wrong
+        # A wrong configuration stays wrong, and so does a model that cannot be read.
+        if exit_status in (exits.USAGE, exits.MODEL):
             self.state, self.reason = FAILED, describe_status(exit_status)
             return
         decision = self.policy.ended(now, exit_status)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from services.cli import exits
 from services.cli.unit import FAILED, READY, STARTING, UNREADY, WAITING, UnitState
 from services.runtime.process import RestartPolicy
@@ -29,11 +31,12 @@ def test_dead_process_starts_again_after_its_pause() -> None:
     assert state.num_restarts == 1
 
 
-def test_wrong_configuration_is_not_tried_again() -> None:
+@pytest.mark.parametrize("status", [exits.USAGE, exits.MODEL])
+def test_wrong_configuration_or_model_is_not_tried_again(status: int) -> None:
     state = started()
-    state.observe(1.0, exits.USAGE, None)
-    assert (state.state, state.reason) == (FAILED, "exited with 2")
-    assert not state.observe(100.0, exits.USAGE, None)
+    state.observe(1.0, status, None)
+    assert (state.state, state.reason) == (FAILED, f"exited with {status}")
+    assert not state.observe(100.0, status, None)
 
 
 def test_crash_loop_is_given_up_with_its_reason() -> None:
