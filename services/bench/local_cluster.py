@@ -67,6 +67,7 @@ class LocalCluster:
             )
         try:
             self._wait(lambda: self.status().get("state") == "ready", START_TIMEOUT_S, "ready")
+            self._wait(self._routers_know_all_workers, START_TIMEOUT_S, "ready for every mode")
         except BaseException:
             self._kill()
             raise
@@ -174,6 +175,22 @@ class LocalCluster:
         with grpc.insecure_channel(self.grpc) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             return stub.ClusterStatus(admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S)
+
+    def _routers_know_all_workers(self) -> bool:
+        """Whether every router uses every worker; to serve at all, one worker is enough for it."""
+        num_workers = len(self._of_role("prefill", "decode"))
+        for router in self._of_role("router"):
+            with grpc.insecure_channel(router["grpc"]) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)
+                try:
+                    status = stub.ClusterStatus(
+                        admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
+                    )
+                except grpc.RpcError:
+                    return False
+            if sum(worker.state == "live" for worker in status.workers) < num_workers:
+                return False
+        return True
 
     def blocks_in_use(self) -> dict[str, int]:
         """Blocks, transfers and requests still held, per worker that holds any."""
