@@ -1,4 +1,4 @@
-"""Between wire messages and the engine's values. Raises RequestError on a bad work item."""
+"""Between messages, transfers and the engine's values. Raises RequestError on a bad work item."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from services.engine.api import (
     ChoiceDone,
     EndReason,
     EngineLoad,
+    FirstToken,
+    PrefillFinished,
     Refused,
     TokenArray,
     TokenLogprobs,
@@ -20,6 +22,7 @@ from services.engine.api import (
 )
 from services.pb import common_pb2, worker_pb2
 from services.registry.base import LoadReport
+from services.transfer.api import FinalInfo, FirstTokenInfo
 
 _FINISH = {
     EndReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -163,3 +166,27 @@ def wire_load(
 ) -> worker_pb2.Load:
     """Build a Load message: the report, and what routers hear from the worker alone."""
     return worker_pb2.Load(**asdict(load_report(load)), role=role, state=state)
+
+
+def final_info(event: PrefillFinished) -> FinalInfo:
+    """Return what decode is told when the prompt is done."""
+    first = tuple(
+        FirstTokenInfo(
+            f.choice,
+            f.token_id,
+            f.logprobs.logprob if f.logprobs else None,
+            f.logprobs.top if f.logprobs else (),
+        )
+        for f in event.first
+    )
+    return FinalInfo(
+        first, event.num_tokens, event.tail_block, event.tail_valid_tokens, event.prefill_us
+    )
+
+
+def first_token(info: FirstTokenInfo) -> FirstToken:
+    """Return a first token as the engine takes it."""
+    logprobs = (
+        None if info.logprob is None else TokenLogprobs(info.token_id, info.logprob, info.top)
+    )
+    return FirstToken(info.choice, info.token_id, logprobs)

@@ -51,10 +51,11 @@ from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
 from services.worker.convert import load_report
+from services.worker.intake import WorkerIdentity
 from services.worker.memory_plan import MemoryPlan, plan_memory
 from services.worker.metrics import Total, count_step, watch_gauges, worker_totals
 from services.worker.servicer import StaticStatus, WorkerServicer
-from services.worker.shell import WorkerIdentity, WorkerShell
+from services.worker.shell import WorkerShell
 from services.worker.trace import WorkTracer
 
 MAX_MESSAGE_BYTES = 16 << 20

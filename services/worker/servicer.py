@@ -13,6 +13,7 @@ import grpc
 from services.common.clock import Clock
 from services.pb import worker_pb2, worker_pb2_grpc
 from services.telemetry.logs import get_logger
+from services.worker.outputs import add_outputs
 from services.worker.session import Outgoing, RouterSession
 from services.worker.shell import WorkerShell
 
@@ -148,7 +149,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 return
             seq += 1
             frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.take_pong())
-            self._shell.encode(outbox.take(), frame)
+            add_outputs(frame, outbox.take(), self._shell.identity.worker_id)
             now = self._clock.now()
             if now - load_sent >= LOAD_INTERVAL_S:
                 frame.load.CopyFrom(self._shell.load_message())

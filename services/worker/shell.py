@@ -17,8 +17,6 @@ import numpy as np
 
 from services.common.clock import Clock
 from services.common.errors import RequestError
-from services.common.ids import BlockHash, Incarnation, WorkerId
-from services.common.model_manifest import ModelManifest
 from services.common.sampling import SamplingParams
 from services.decode.admission import AdmissionLimits, FailureLadder, admit
 from services.engine.api import (
@@ -31,67 +29,34 @@ from services.engine.api import (
     Engine,
     EngineEvent,
     EngineRequest,
-    FirstToken,
     OfferReady,
     PrefillFinished,
     ReceiveWanted,
     Refused,
     RequestKey,
-    TokenArray,
-    TokenLogprobs,
     TokensOut,
     WorkKind,
 )
-from services.kv.hashing import HashScope, chain_hashes, pack_hashes
+from services.kv.hashing import HashScope, chain_hashes
 from services.pb import common_pb2, worker_pb2
-from services.prefill.handoff import plan_prefill
 from services.telemetry.logs import get_logger
 from services.transfer.api import (
-    FinalInfo,
-    FirstTokenInfo,
     Offer,
     Sink,
     SinkEvent,
     SinkReady,
     Source,
     SourceEvent,
-    TransferStats,
 )
 from services.worker import convert
+from services.worker.intake import Intake, WorkerIdentity, WorkItem
 from services.worker.session import DoneOut, Outgoing, RouterSession, TicketOut
 from services.worker.trace import WorkTracer
 
 _WARM_UP_KEY = RequestKey("warm-up")
 _WARM_UP_TOKENS = 96
-_PLANES = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
 
 log = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class WorkItem:
-    """One open work item; written by the loop before the engine sees it."""
-
-    key: RequestKey
-    session: RouterSession
-    request: int
-    attempt: int
-    request_id: str
-    kind: WorkKind
-    ticket: bytes
-    block_hashes: tuple[BlockHash, ...]
-    traceparent: str
-    stats: TransferStats | None = None  # set by the transfer thread before `received`
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Who this worker is."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    manifest: ModelManifest
-    kv_identity_fp: str
 
 
 @dataclass(slots=True)
@@ -131,6 +96,7 @@ class WorkerShell:
         self._clock = clock
         self._tracer = tracer
         self._limits = limits
+        self._intake = Intake(identity, limits.request, lambda: self.slot_gens())
         self._ladder = FailureLadder(self._limits)
         self._ladder_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -278,7 +244,9 @@ class WorkerShell:
         """Admit one work item or answer with a refusal."""
         key = RequestKey(f"{session.router_incarnation:x}/{work.request}/{work.attempt}")
         try:
-            item, request = self._admit(session, key, work)
+            self._intake.check_fencing(session, work)
+            self._check_room()
+            item, request = self._intake.read(session, key, work, self._clock.now())
         except RequestError as error:
             refusal = Refused(key, error.spec.code, error.message)
             self._send_refusal(session, refusal, work)
@@ -293,6 +261,11 @@ class WorkerShell:
         except RequestError as error:
             self._deliver((Refused(key, error.spec.code, error.message),))
 
+    def _check_room(self) -> None:
+        verdict = admit(self.engine.load(), is_draining=self.is_draining, limits=self._limits)
+        if not verdict.is_taken:
+            raise RequestError(verdict.code, verdict.message)
+
     def _send_refusal(
         self, session: RouterSession, refusal: Refused, work: worker_pb2.Work
     ) -> None:
@@ -305,73 +278,6 @@ class WorkerShell:
         send = self._outboxes.get(session.router_incarnation)
         if send is not None:
             send((refusal,))
-
-    def _admit(
-        self, session: RouterSession, key: RequestKey, work: worker_pb2.Work
-    ) -> tuple[WorkItem, EngineRequest]:
-        self._check_fencing(session, work)
-        verdict = admit(self.engine.load(), is_draining=self.is_draining, limits=self._limits)
-        if not verdict.is_taken:
-            raise RequestError(verdict.code, verdict.message)
-        tokens = convert.token_array(work.token_ids, self.identity.manifest.vocab_size)
-        hashes = self._verified_hashes(work, tokens)
-        sampling = convert.sampling_params(work, self._limits.request)
-        kind = self._work_kind(work)
-        if kind is WorkKind.PREFILL:
-            kind = plan_prefill(sampling).kind
-        request = EngineRequest(
-            key=key,
-            request_id=work.request_id,
-            kind=kind,
-            token_ids=tokens,
-            block_hashes=hashes,
-            sampling=sampling,
-            deadline=self._clock.now() + self._time_left_s(work),
-            priority=work.priority,
-            tenant=work.tenant,
-        )
-        item = WorkItem(
-            key=key,
-            session=session,
-            request=work.request,
-            attempt=work.attempt,
-            request_id=work.request_id,
-            kind=kind,
-            ticket=work.continue_from.ticket,
-            block_hashes=hashes,
-            traceparent=work.traceparent,
-        )
-        return item, request
-
-    def _time_left_s(self, work: worker_pb2.Work) -> float:
-        return (work.deadline_ms or self._limits.request.default_timeout_ms) / 1000
-
-    def _check_fencing(self, session: RouterSession, work: worker_pb2.Work) -> None:
-        if work.expect_incarnation != self.identity.incarnation:
-            raise RequestError("stale_incarnation", "the work is for an earlier life of the worker")
-        gens = self.slot_gens()
-        if work.slot_gen and gens and work.slot_gen not in gens:
-            raise RequestError("stale_incarnation", "the worker's slot has changed hands")
-        if session.is_fenced(work.request, work.attempt):
-            raise RequestError("fenced", "an equal or higher attempt was already taken")
-
-    def _verified_hashes(self, work: worker_pb2.Work, tokens: TokenArray) -> tuple[BlockHash, ...]:
-        """Hash the prompt here: what the router sent is checked, never trusted."""
-        scope = HashScope(self.identity.manifest.weights_digest, work.adapter_digest, work.tenant)
-        hashes = chain_hashes(scope, tokens)
-        if work.block_hashes and work.block_hashes != pack_hashes(hashes):
-            raise RequestError("hash_mismatch", "block_hashes are not those of token_ids")
-        return hashes
-
-    def _work_kind(self, work: worker_pb2.Work) -> WorkKind:
-        which = work.WhichOneof("kind")
-        if which == "prefill":
-            return WorkKind.PREFILL
-        if which == "continue_from":
-            return WorkKind.CONTINUE
-        if which == "whole":
-            return WorkKind.WHOLE
-        raise RequestError("invalid_argument", "the work item names no kind", param="kind")
 
     # -- engine thread ---------------------------------------------------------------------
 
@@ -405,7 +311,7 @@ class WorkerShell:
                 self.source.blocks_sealed(key, event.lo, event.block_ids)
         elif isinstance(event, PrefillFinished):
             if key not in self._unoffered:
-                self.source.prefill_finished(key, _final_info(event))
+                self.source.prefill_finished(key, convert.final_info(event))
         elif isinstance(event, CancelSource):
             if key in self._unoffered:
                 self._unoffered.discard(key)
@@ -462,7 +368,7 @@ class WorkerShell:
             work.stats = event.stats
         self._tracer.sink_ended(event)
         if isinstance(event, SinkReady):
-            first = tuple(_first_token(info) for info in event.final.first)
+            first = tuple(convert.first_token(info) for info in event.final.first)
             self.engine.received(key, first, event.final.prefill_us)
             return
         with self._ladder_lock:
@@ -515,35 +421,6 @@ class WorkerShell:
 
     # -- wire ------------------------------------------------------------------------------
 
-    def encode(self, items: Sequence[Outgoing], frame: worker_pb2.WorkerFrame) -> None:
-        """Add outputs to a frame."""
-        for item in items:
-            request, attempt = _request_of(item.key)
-            if isinstance(item, TokensOut):
-                frame.tokens.append(convert.wire_tokens(item, request, attempt))
-            elif isinstance(item, TicketOut):
-                frame.tickets.append(
-                    worker_pb2.TicketReady(request=request, attempt=attempt, ticket=item.ticket)
-                )
-            elif isinstance(item, Refused):
-                frame.refusals.append(convert.wire_refusal(item, request, attempt))
-            else:
-                timing = self._timing(item)
-                frame.done.append(convert.wire_done(item.done, request, attempt, timing))
-
-    def _timing(self, item: DoneOut) -> common_pb2.Timing:
-        timing = common_pb2.Timing()
-        if not item.is_receiver:
-            timing.prefill_worker = self.identity.worker_id
-            return timing
-        timing.decode_worker = self.identity.worker_id
-        if item.stats is not None:
-            timing.plane = _PLANES.get(item.stats.plane, common_pb2.PLANE_UNSPECIFIED)
-            timing.handoff_bytes = item.stats.size_bytes
-            timing.handoff_blocks = item.stats.blocks_moved
-            timing.handoff_blocks_deduped = item.stats.blocks_deduped
-        return timing
-
     def load_message(self) -> worker_pb2.Load:
         """Latest load as a message."""
         return convert.wire_load(self.engine.load(), self.role.weights, self.role.state)
@@ -566,31 +443,3 @@ class WorkerShell:
 
 def _done_out(work: WorkItem, event: ChoiceDone) -> DoneOut:
     return DoneOut(event.key, event, work.kind is WorkKind.CONTINUE, work.stats)
-
-
-def _request_of(key: RequestKey) -> tuple[int, int]:
-    """Router's request number and attempt, from a key of `_take`."""
-    _, request, attempt = key.split("/")
-    return int(request), int(attempt)
-
-
-def _final_info(event: PrefillFinished) -> FinalInfo:
-    first = tuple(
-        FirstTokenInfo(
-            f.choice,
-            f.token_id,
-            f.logprobs.logprob if f.logprobs else None,
-            f.logprobs.top if f.logprobs else (),
-        )
-        for f in event.first
-    )
-    return FinalInfo(
-        first, event.num_tokens, event.tail_block, event.tail_valid_tokens, event.prefill_us
-    )
-
-
-def _first_token(info: FirstTokenInfo) -> FirstToken:
-    logprobs = (
-        None if info.logprob is None else TokenLogprobs(info.token_id, info.logprob, info.top)
-    )
-    return FirstToken(info.choice, info.token_id, logprobs)

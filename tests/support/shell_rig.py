@@ -26,8 +26,9 @@ from services.pb import worker_pb2
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Tracing
 from services.transfer.api import FinalInfo, Offer, SinkEvent, SourceEvent
+from services.worker.intake import WorkerIdentity
 from services.worker.session import Outgoing, RouterSession
-from services.worker.shell import WorkerIdentity, WorkerShell
+from services.worker.shell import WorkerShell
 from services.worker.trace import WorkTracer
 
 INCARNATION = 77

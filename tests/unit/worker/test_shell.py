@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.ids import BlockHash, BlockId
+from services.common.ids import BlockHash, BlockId, WorkerId
 from services.engine.api import (
     BlocksReserved,
     BlocksSealed,
@@ -30,6 +30,7 @@ from services.transfer.api import (
     SourceReleased,
     TransferStats,
 )
+from services.worker.outputs import add_outputs
 from services.worker.session import MAX_UNACKED_TOKENS, RESUME_GRACE_S, DoneOut, TicketOut
 from tests.support.shell_rig import ShellRig, make_work
 
@@ -239,7 +240,9 @@ async def test_encoded_frame_carries_ids_times_and_plane(rig: ShellRig) -> None:
     key = rig.work(kind="continue", request=4, attempt=2)
     done = ChoiceDone(key, 0, EndReason.LENGTH, all_choices=True, cached_tokens=16)
     frame = worker_pb2.WorkerFrame()
-    rig.shell.encode([TokensOut(key, 1, 3, (7, 8)), DoneOut(key, done, True, STATS)], frame)
+    add_outputs(
+        frame, [TokensOut(key, 1, 3, (7, 8)), DoneOut(key, done, True, STATS)], WorkerId("w")
+    )
 
     [tokens] = frame.tokens
     assert (tokens.request, tokens.attempt, tokens.choice) == (4, 2, 1)

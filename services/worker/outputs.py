@@ -1,0 +1,52 @@
+"""What a worker's events become on a Link: the repeated parts of a WorkerFrame. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.common.ids import WorkerId
+from services.engine.api import Refused, RequestKey, TokensOut
+from services.pb import common_pb2, worker_pb2
+from services.worker import convert
+from services.worker.session import DoneOut, Outgoing, TicketOut
+
+_PLANES = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
+
+
+def add_outputs(
+    frame: worker_pb2.WorkerFrame, items: Sequence[Outgoing], worker_id: WorkerId
+) -> None:
+    """Add outputs to a frame; `worker_id` is the sender's own name."""
+    for item in items:
+        request, attempt = _request_of(item.key)
+        if isinstance(item, TokensOut):
+            frame.tokens.append(convert.wire_tokens(item, request, attempt))
+        elif isinstance(item, TicketOut):
+            frame.tickets.append(
+                worker_pb2.TicketReady(request=request, attempt=attempt, ticket=item.ticket)
+            )
+        elif isinstance(item, Refused):
+            frame.refusals.append(convert.wire_refusal(item, request, attempt))
+        else:
+            timing = _timing(item, worker_id)
+            frame.done.append(convert.wire_done(item.done, request, attempt, timing))
+
+
+def _timing(item: DoneOut, worker_id: WorkerId) -> common_pb2.Timing:
+    timing = common_pb2.Timing()
+    if not item.is_receiver:
+        timing.prefill_worker = worker_id
+        return timing
+    timing.decode_worker = worker_id
+    if item.stats is not None:
+        timing.plane = _PLANES.get(item.stats.plane, common_pb2.PLANE_UNSPECIFIED)
+        timing.handoff_bytes = item.stats.size_bytes
+        timing.handoff_blocks = item.stats.blocks_moved
+        timing.handoff_blocks_deduped = item.stats.blocks_deduped
+    return timing
+
+
+def _request_of(key: RequestKey) -> tuple[int, int]:
+    """Router's request number and attempt, from a key that WorkerShell made."""
+    _, request, attempt = key.split("/")
+    return int(request), int(attempt)
