@@ -20,7 +20,7 @@ from services.gateway.spec import (
 )
 from services.gateway.validate import empty_prompt
 from services.pb import common_pb2, inference_pb2
-from services.router.api import ChoiceEnd, Chunk, RequestEnd, RequestTiming, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RequestTiming, TextLogprob
 from services.text.template import ChatTurn
 
 _FINISH = {
@@ -110,18 +110,18 @@ def pack_ids(token_ids: Iterable[int]) -> bytes:
     return np.asarray(list(token_ids), dtype="<u4").tobytes()
 
 
-def chunk_frame(chunk: Chunk, *, with_ids: bool) -> inference_pb2.GenerateFrame:
+def delta_frame(delta: ChoiceDelta, *, with_ids: bool) -> inference_pb2.GenerateFrame:
     """Write new output."""
     frame = inference_pb2.GenerateFrame(
-        choice=chunk.choice,
-        first_index=chunk.first_index,
-        num_tokens=len(chunk.token_ids),
-        text=chunk.text,
+        choice=delta.choice,
+        first_index=delta.first_index,
+        num_tokens=len(delta.token_ids),
+        text=delta.text,
     )
     if with_ids:
-        frame.token_ids = pack_ids(chunk.token_ids)
-    if chunk.logprobs:
-        frame.logprobs.extend(_logprob(item) for item in chunk.logprobs)
+        frame.token_ids = pack_ids(delta.token_ids)
+    if delta.logprobs:
+        frame.logprobs.extend(_logprob(item) for item in delta.logprobs)
     return frame
 
 

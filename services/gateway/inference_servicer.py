@@ -19,7 +19,7 @@ from services.gateway.grpc_call import AnyContext, abort, text_metadata
 from services.gateway.grpc_spec import (
     add_request_end,
     chat_input,
-    chunk_frame,
+    delta_frame,
     end_frame,
     pack_ids,
     parse_generate,
@@ -31,7 +31,7 @@ from services.gateway.input_bounds import check_count, check_text
 from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.pb import inference_pb2, inference_pb2_grpc
-from services.router.api import ChoiceEnd, Chunk, RouterOutput
+from services.router.api import ChoiceDelta, ChoiceEnd, RouterOutput
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -191,8 +191,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Write frames. An end waits for what follows it: the last one carries usage."""
         pending: inference_pb2.GenerateFrame | None = None
         async for output in outputs:
-            if isinstance(output, Chunk):
-                frame = chunk_frame(output, with_ids=with_ids)
+            if isinstance(output, ChoiceDelta):
+                frame = delta_frame(output, with_ids=with_ids)
             elif isinstance(output, ChoiceEnd):
                 frame = end_frame(output)
             else:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from services.common.clock import Clock
 from services.common.errors import IsthmusError
 from services.router.api import (
-    Chunk,
+    ChoiceDelta,
     GenerateCall,
     RequestEnd,
     RequestTiming,
@@ -51,8 +51,8 @@ class ObservedRouter:
             traced = replace(call, traceparent=span.traceparent or call.traceparent)
             async with aclosing(_generator(self._inner, traced)) as outputs:
                 async for output in outputs:
-                    if isinstance(output, Chunk):
-                        gaps.chunk(len(output.token_ids), self._clock.now())
+                    if isinstance(output, ChoiceDelta):
+                        gaps.delta(len(output.token_ids), self._clock.now())
                     elif isinstance(output, RequestEnd):
                         outcome = "ok"
                         gaps.end(output.timing.mode)
@@ -108,7 +108,7 @@ class _Gaps:
         self._last = 0.0
         self._num_after_first = 0
 
-    def chunk(self, num_tokens: int, now: float) -> None:
+    def delta(self, num_tokens: int, now: float) -> None:
         """Tokens were handed to the client."""
         if not num_tokens:
             return

@@ -28,7 +28,7 @@ from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
 from services.gateway.prepare import TextPool
 from services.gateway.spec import ChatInput, GenerateSpec
 from services.gateway.validate import Arrival, check_turns, model_not_found
-from services.router.api import ChoiceEnd, Chunk, RequestEnd, RouterOutput, ServedModel
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, ServedModel
 
 T = TypeVar("T")
 
@@ -111,8 +111,8 @@ class HttpDoor:
                 if not responder.has_started:
                     await responder.start_events()
                     exchange.ttft_s = self._clock.now() - exchange.received_at
-                if isinstance(output, Chunk):
-                    data = writer.chunk(output)
+                if isinstance(output, ChoiceDelta):
+                    data = writer.delta(output)
                     if data:
                         await responder.events(data)
                 elif isinstance(output, ChoiceEnd):
@@ -138,10 +138,10 @@ class HttpDoor:
     ) -> None:
         writer = BodyWriter(facts, num_choices)
         async for output in outputs:
-            if isinstance(output, Chunk):
+            if isinstance(output, ChoiceDelta):
                 if exchange.ttft_s is None:
                     exchange.ttft_s = self._clock.now() - exchange.received_at
-                writer.chunk(output)
+                writer.delta(output)
             elif isinstance(output, ChoiceEnd):
                 writer.end(output)
             else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from services.common.errors import IsthmusError
 from services.gateway.errors import openai_error
-from services.router.api import ChoiceEnd, Chunk, RequestEnd, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this number for it
@@ -96,20 +96,22 @@ class StreamWriter:
         self._prefixes: dict[int, bytes] = {}
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, chunk: Chunk) -> bytes:
+    def delta(self, output: ChoiceDelta) -> bytes:
         """Write new output; nothing if a client could not see any of it."""
-        if self._facts.logprobs and chunk.logprobs:
-            return self._with_logprobs(chunk)
-        if not chunk.text:
+        if self._facts.logprobs and output.logprobs:
+            return self._with_logprobs(output)
+        if not output.text:
             return b""
-        prefix = self._prefixes.get(chunk.choice)
+        prefix = self._prefixes.get(output.choice)
         if prefix is None:
-            return self._first(chunk)
-        return prefix + encode_basestring(chunk.text).encode() + self._plain_tail
+            return self._first(output)
+        return prefix + encode_basestring(output.text).encode() + self._plain_tail
 
     def end(self, end: ChoiceEnd) -> bytes:
         """Write the end of one choice."""
-        opening = self._first(Chunk(end.choice, 0, (), "")) if self._is_new(end.choice) else b""
+        opening = (
+            self._first(ChoiceDelta(end.choice, 0, (), "")) if self._is_new(end.choice) else b""
+        )
         body: dict[str, Any] = {"delta": {}} if self._facts.is_chat else {"text": ""}
         body |= {"logprobs": None, "finish_reason": end.finish_reason}
         return opening + self._event({"index": end.choice, **body})
@@ -139,30 +141,30 @@ class StreamWriter:
             self._head + b',"choices":[{"index":' + index + b"," + self._text_key
         )
 
-    def _first(self, chunk: Chunk) -> bytes:
-        self._open(chunk.choice)
-        body: dict[str, Any] = {"text": chunk.text}
+    def _first(self, output: ChoiceDelta) -> bytes:
+        self._open(output.choice)
+        body: dict[str, Any] = {"text": output.text}
         if self._facts.is_chat:
-            body = {"delta": {"role": "assistant", "content": chunk.text}}
+            body = {"delta": {"role": "assistant", "content": output.text}}
         body |= {"logprobs": None, "finish_reason": None}
-        return self._event({"index": chunk.choice, **body})
+        return self._event({"index": output.choice, **body})
 
-    def _with_logprobs(self, chunk: Chunk) -> bytes:
+    def _with_logprobs(self, output: ChoiceDelta) -> bytes:
         body: dict[str, Any]
         if self._facts.is_chat:
-            delta: dict[str, Any] = {"content": chunk.text}
-            if self._is_new(chunk.choice):
+            delta: dict[str, Any] = {"content": output.text}
+            if self._is_new(output.choice):
                 delta = {"role": "assistant", **delta}
-            content = [chat_logprob(item) for item in chunk.logprobs]
+            content = [chat_logprob(item) for item in output.logprobs]
             body = {"delta": delta, "logprobs": {"content": content, "refusal": None}}
         else:
-            offset = self._offsets.get(chunk.choice, 0)
-            written = legacy_logprobs(chunk.logprobs, self._facts.top_logprobs, offset)
-            self._offsets[chunk.choice] = offset + sum(len(item.text) for item in chunk.logprobs)
-            body = {"text": chunk.text, "logprobs": written}
-        if self._is_new(chunk.choice):
-            self._open(chunk.choice)
-        return self._event({"index": chunk.choice, **body, "finish_reason": None})
+            offset = self._offsets.get(output.choice, 0)
+            written = legacy_logprobs(output.logprobs, self._facts.top_logprobs, offset)
+            self._offsets[output.choice] = offset + sum(len(item.text) for item in output.logprobs)
+            body = {"text": output.text, "logprobs": written}
+        if self._is_new(output.choice):
+            self._open(output.choice)
+        return self._event({"index": output.choice, **body, "finish_reason": None})
 
     def _event(self, choice: Mapping[str, Any]) -> bytes:
         return self._head + b',"choices":[' + dump(choice) + b"]" + self._usage + b"}" + _EVENT_END
@@ -182,11 +184,11 @@ class BodyWriter:
         self._facts = facts
         self._choices = [_Choice() for _ in range(num_choices)]
 
-    def chunk(self, chunk: Chunk) -> None:
+    def delta(self, output: ChoiceDelta) -> None:
         """Take new output."""
-        choice = self._choices[chunk.choice]
-        choice.texts.append(chunk.text)
-        choice.logprobs.extend(chunk.logprobs)
+        choice = self._choices[output.choice]
+        choice.texts.append(output.text)
+        choice.logprobs.extend(output.logprobs)
 
     def end(self, end: ChoiceEnd) -> None:
         """Take the end of one choice."""

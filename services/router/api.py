@@ -42,7 +42,7 @@ class TextLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChoiceDelta:
     """New output of one choice. `text` may be empty while UTF-8 or a stop string is pending."""
 
     choice: int
@@ -97,7 +97,7 @@ class RequestEnd:
     timing: RequestTiming = field(default_factory=RequestTiming)
 
 
-RouterOutput = Chunk | ChoiceEnd | RequestEnd
+RouterOutput = ChoiceDelta | ChoiceEnd | RequestEnd
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class RouterConfig:
     poll_s: float = 0.25  # between snapshots of the store
     forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
     max_open_requests: int = 4096
-    max_buffered_chunks: int = 2048  # per request; a client that lags further is cut off
+    max_buffered_outputs: int = 2048  # per request; a client that lags further is cut off
     max_retries: int = 1  # times a request is dispatched again
     retry_ratio: float = 0.1  # retries over requests, beyond a small reserve
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -11,7 +11,7 @@ from services.common.errors import IsthmusError, RequestError
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
 from services.registry.base import RegistryReader
-from services.router.api import Chunk, GenerateCall, RequestEnd, RouterOutput, ServedModel
+from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOutput, ServedModel
 from services.router.cluster_watch import ClusterWatch
 from services.router.conductor import Conductor, OpenRequest
 from services.router.config import RouterConfig
@@ -138,7 +138,7 @@ class Router:
                 output = await request.buffer.get()
                 if isinstance(output, RequestEnd):
                     output = end = self._final(request.progress)
-                elif marks.first_frame is None and isinstance(output, Chunk):
+                elif marks.first_frame is None and isinstance(output, ChoiceDelta):
                     marks.first_frame = self._clock.now()
                 yield output
         except IsthmusError as failure:
@@ -181,7 +181,7 @@ class Router:
             marks=Marks(received=call.received_at),
         )
         # n choices share the buffer, so each brings its own room.
-        room = self._config.max_buffered_chunks * call.sampling.n
+        room = self._config.max_buffered_outputs * call.sampling.n
         request = OpenRequest(progress, OutputBuffer(room))
         self._conductor.add(request)
         return request

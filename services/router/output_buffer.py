@@ -15,8 +15,8 @@ class OutputBuffer:
     A client that falls further behind than the bound is cut off: workers never wait for it.
     """
 
-    def __init__(self, max_chunks: int) -> None:
-        self._max_chunks = max_chunks
+    def __init__(self, max_outputs: int) -> None:
+        self._max_outputs = max_outputs
         self._items: deque[RouterOutput] = deque()
         self._error: IsthmusError | None = None
         self._ready = asyncio.Event()
@@ -32,9 +32,9 @@ class OutputBuffer:
         Raises:
             RequestError: slow_reader, when the client lags too far behind.
         """
-        if len(self._items) + len(items) > self._max_chunks:
+        if len(self._items) + len(items) > self._max_outputs:
             raise RequestError(
-                "slow_reader", f"more than {self._max_chunks} chunks wait for the client"
+                "slow_reader", f"more than {self._max_outputs} outputs wait for the client"
             )
         self._items.extend(items)
         self._ready.set()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import RequestError
-from services.router.api import ChoiceEnd, Chunk, GenerateCall, RouterOutput, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutput, TextLogprob
 from services.text.detokenizer import SupportsTextBytes
 from services.text.output import ChoiceText
 
@@ -165,14 +165,14 @@ class LogicalRequest:
         counted = run[: delta.num_tokens]
         # Without logprobs the list is empty and so is what is shown of it.
         shown = tuple(self._text_logprob(entry) for entry in logprobs[: len(counted)])
-        chunk = Chunk(choice.index, choice.next_index, tuple(counted), delta.text, shown)
+        new = ChoiceDelta(choice.index, choice.next_index, tuple(counted), delta.text, shown)
         choice.next_index += len(run)
         if self._pending:
             self._drop_pending(choice, choice.next_index)
         choice.num_tokens += len(counted)
         if delta.stop is None:
-            return [chunk]
-        return [chunk, self._end(choice, "stop", delta.stop)]
+            return [new]
+        return [new, self._end(choice, "stop", delta.stop)]
 
     def _finish_if_complete(self, choice: _Choice) -> list[RouterOutput]:
         if choice.is_over or choice.end_reason is None or self._is_gapped(choice):
@@ -181,7 +181,7 @@ class LogicalRequest:
         end = self._end(choice, "stop" if delta.stop else choice.end_reason, delta.stop)
         if not delta.text:
             return [end]
-        return [Chunk(choice.index, choice.next_index, (), delta.text), end]
+        return [ChoiceDelta(choice.index, choice.next_index, (), delta.text), end]
 
     def _is_gapped(self, choice: _Choice) -> bool:
         return any(index == choice.index for index, _ in self._pending)

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import RequestError
 from services.pb import common_pb2
-from services.router.api import Chunk
+from services.router.api import ChoiceDelta
 from services.router.config import RouterConfig
 from tests.support.cluster import Cluster, eventually, make_call, reference, running_cluster
 from tests.support.fake_worker import FakeWorker, Job, decode, run_job
@@ -128,7 +128,7 @@ async def test_logprobs_carry_text_and_bytes(store_url: str) -> None:
     async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
         call = make_call(logprobs=True)
         answer = await cluster.ask(call)
-        chunks = [c for c in answer.outputs if isinstance(c, Chunk) and c.token_ids]
+        chunks = [c for c in answer.outputs if isinstance(c, ChoiceDelta) and c.token_ids]
         shown = [entry for chunk in chunks for entry in chunk.logprobs]
         assert [entry.token_id for entry in shown] == reference(call)
         assert shown[0].raw == f"<{shown[0].token_id}>".encode()
@@ -287,7 +287,7 @@ async def test_client_gone_cancels_at_both_workers(store_url: str) -> None:
 
     async with running_cluster(store_url, [prefill(), decoder(script=never)]) as cluster:
         stream = cluster.router.generate(make_call())
-        assert isinstance(await anext(stream), Chunk)  # RB-003: before the handoff ended
+        assert isinstance(await anext(stream), ChoiceDelta)  # RB-003: before the handoff ended
         await eventually(lambda: cluster["d0"].jobs)
         await stream.aclose()  # type: ignore[attr-defined]  # an async generator
         await eventually(lambda: cluster["d0"].cancels and cluster["p0"].cancels, 1.0)
@@ -308,7 +308,7 @@ async def test_deadline_ends_the_request_on_every_hop(store_url: str) -> None:
 
 async def test_slow_reader_is_cut_off_and_others_go_on(store_url: str) -> None:
     """RB-127: the buffer is bounded; the worker is told to stop."""
-    config = RouterConfig(max_buffered_chunks=20)
+    config = RouterConfig(max_buffered_outputs=20)
     async with running_cluster(
         store_url, [prefill(), decoder(token_delay_s=0.001)], config
     ) as cluster:

@@ -17,7 +17,7 @@ from services.common.model_manifest import ModelManifest
 from services.common.sampling import SamplingParams
 from services.kv.hashing import HASH_SCHEME
 from services.registry.reader import RedisRegistryReader
-from services.router.api import ChoiceEnd, Chunk, GenerateCall, RequestEnd, RouterOutput
+from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, RouterOutput
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
 from services.router.hooks import RouterHooks
@@ -86,14 +86,16 @@ class Answer:
         """Token ids of a choice; checks that the indexes have neither gap nor repeat."""
         ids: list[int] = []
         for item in self.outputs:
-            if isinstance(item, Chunk) and item.choice == choice:
+            if isinstance(item, ChoiceDelta) and item.choice == choice:
                 assert item.first_index == len(ids)
                 ids.extend(item.token_ids)
         return ids
 
     def text(self, choice: int = 0) -> str:
         """Text of a choice."""
-        return "".join(i.text for i in self.outputs if isinstance(i, Chunk) and i.choice == choice)
+        return "".join(
+            i.text for i in self.outputs if isinstance(i, ChoiceDelta) and i.choice == choice
+        )
 
     def ends(self) -> list[ChoiceEnd]:
         """Ends of all choices."""

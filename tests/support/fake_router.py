@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from services.common.errors import RequestError
 from services.router.api import (
+    ChoiceDelta,
     ChoiceEnd,
-    Chunk,
     GenerateCall,
     RequestEnd,
     RequestTiming,
@@ -104,16 +104,16 @@ class FakeRouter:
 
     def _choice(
         self, call: GenerateCall, choice: int, ids: list[int]
-    ) -> tuple[list[Chunk], str, str | None]:
+    ) -> tuple[list[ChoiceDelta], str, str | None]:
         text = ChoiceText(self.text_model, call.stop)
-        chunks: list[Chunk] = []
+        chunks: list[ChoiceDelta] = []
         for index, token_id in enumerate(ids[: call.sampling.max_tokens]):
             delta = text.push([token_id])
-            chunks.append(Chunk(choice, index, (token_id,), delta.text))
+            chunks.append(ChoiceDelta(choice, index, (token_id,), delta.text))
             if delta.stop is not None:
                 return chunks, "stop", delta.stop
         is_cut = len(ids) > call.sampling.max_tokens
         tail = text.finish().text
         if tail:
-            chunks.append(Chunk(choice, len(chunks), (), tail))
+            chunks.append(ChoiceDelta(choice, len(chunks), (), tail))
         return chunks, "length" if is_cut else "stop", None

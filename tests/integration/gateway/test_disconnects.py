@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.gateway.config import GatewayConfig
 from services.gateway.server import GatewayServer
-from services.router.api import ChoiceEnd, Chunk, RequestEnd
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import TIMING, FakeRouter
 from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
@@ -40,7 +40,7 @@ async def raw_request(doors: Doors, body: dict[str, Any]) -> tuple[Any, asyncio.
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_leaves_cancels_the_router(text_model: TextModel, stream: bool) -> None:
     async with open_doors(text_model) as doors:
-        doors.router.script = lambda _: [Chunk(0, 0, (1,), "a"), 60.0]
+        doors.router.script = lambda _: [ChoiceDelta(0, 0, (1,), "a"), 60.0]
         _, writer = await raw_request(doors, {**BODY, "stream": stream})
         await wait_until(lambda: doors.router.num_open == 1)
         writer.close()
@@ -61,7 +61,7 @@ async def test_client_that_leaves_before_the_first_token(text_model: TextModel) 
 async def test_client_that_never_reads_is_ended_by_its_deadline(text_model: TextModel) -> None:
     async with open_doors(text_model) as doors:
         doors.router.script = lambda _: [
-            *(Chunk(0, index, (1,), "x" * 60_000) for index in range(2000)),
+            *(ChoiceDelta(0, index, (1,), "x" * 60_000) for index in range(2000)),
             ChoiceEnd(0, "stop", None, 2000),
             RequestEnd(1, 0, 2000, TIMING),
         ]

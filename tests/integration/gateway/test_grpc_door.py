@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from services.common.errors import RequestError
 from services.gateway.config import GatewayConfig
 from services.pb import common_pb2, inference_pb2
-from services.router.api import ChoiceEnd, Chunk, RequestEnd, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import TIMING
 from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
@@ -107,7 +107,7 @@ async def test_logprobs_are_written(text_model: TextModel) -> None:
     async with open_doors(text_model) as doors:
         item = TextLogprob(7, "\ufffd", b"\xc3", -0.5, ((7, "\ufffd", b"\xc3", -0.5),))
         doors.router.script = lambda _: [
-            Chunk(0, 0, (7,), "", (item,)),
+            ChoiceDelta(0, 0, (7,), "", (item,)),
             ChoiceEnd(0, "length", None, 1),
             RequestEnd(1, 0, 1, TIMING),
         ]
@@ -182,7 +182,7 @@ async def test_router_errors_keep_code_and_retry_hint(text_model: TextModel) -> 
     """RB-063: a stream that fails after its first frames ends with a status that is not OK."""
     async with open_doors(text_model) as doors:
         doors.router.script = lambda _: [
-            Chunk(0, 0, (1,), "par"),
+            ChoiceDelta(0, 0, (1,), "par"),
             RequestError("worker_lost", "the worker died", retry_after_ms=250),
         ]
         call = doors.stub.Generate(Request(text="x"), timeout=10)
@@ -201,7 +201,7 @@ async def test_router_errors_keep_code_and_retry_hint(text_model: TextModel) -> 
 async def test_stray_cancellation_still_answers(text_model: TextModel) -> None:
     """RB-089: a cancelled inner task never leaves a client waiting."""
     async with open_doors(text_model) as doors:
-        doors.router.script = lambda _: [Chunk(0, 0, (1,), "a"), asyncio.CancelledError()]
+        doors.router.script = lambda _: [ChoiceDelta(0, 0, (1,), "a"), asyncio.CancelledError()]
         started = time.monotonic()
         error = await failure_of(doors, Request(text="x"), timeout=20)
         assert time.monotonic() - started < 1.0
@@ -220,7 +220,7 @@ async def test_faults_of_ours_are_internal_and_say_nothing(text_model: TextModel
 
 async def test_client_cancel_cancels_the_router(text_model: TextModel) -> None:
     async with open_doors(text_model) as doors:
-        doors.router.script = lambda _: [Chunk(0, 0, (1,), "a"), 60.0]
+        doors.router.script = lambda _: [ChoiceDelta(0, 0, (1,), "a"), 60.0]
         call = doors.stub.Generate(Request(text="x"))
         await call.read()
         call.cancel()

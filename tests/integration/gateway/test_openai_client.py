@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.common.errors import RequestError
-from services.router.api import ChoiceEnd, Chunk, GenerateCall, RequestEnd, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, TextLogprob
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import TIMING, Step
 from tests.support.gateway import Doors, open_doors, toy_text_model
@@ -194,8 +194,8 @@ def logprob_script(call: GenerateCall) -> list[Step]:
     first = TextLogprob(7, "H", b"H", -0.5, ((7, "H", b"H", -0.5), (8, "J", b"J", float("-inf"))))
     half = TextLogprob(9, "\ufffd", b"\xc3", float("-inf"))
     return [
-        Chunk(0, 0, (7,), "H", (first,)),
-        Chunk(0, 1, (9,), "", (half,)),
+        ChoiceDelta(0, 0, (7,), "H", (first,)),
+        ChoiceDelta(0, 1, (9,), "", (half,)),
         ChoiceEnd(0, "length", None, 2),
         RequestEnd(3, 0, 2, TIMING),
     ]
@@ -266,7 +266,7 @@ async def test_error_after_the_headers_is_an_event_and_no_end(text_model: TextMo
     """RB-063: a cut answer never looks complete."""
     async with open_doors(text_model) as doors, client_of(doors) as client:
         doors.router.script = lambda _: [
-            Chunk(0, 0, (1,), "par"),
+            ChoiceDelta(0, 0, (1,), "par"),
             RequestError("worker_lost", "the worker died"),
         ]
         with pytest.raises(openai.APIError, match="the worker died"):

@@ -16,8 +16,8 @@ from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 from services.gateway.observed_router import ObservedRouter
 from services.router.api import (
+    ChoiceDelta,
     ChoiceEnd,
-    Chunk,
     GenerateCall,
     RequestEnd,
     RequestTiming,
@@ -54,7 +54,7 @@ class Scripted:
         return True, ""
 
 
-CHUNKS: list[RouterOutput] = [Chunk(0, 0, (1,), "a"), Chunk(0, 1, (2, 3), "b")]
+CHUNKS: list[RouterOutput] = [ChoiceDelta(0, 0, (1,), "a"), ChoiceDelta(0, 1, (2, 3), "b")]
 TIMING = RequestTiming(
     mode="REMOTE",
     reason="both_pools_live",

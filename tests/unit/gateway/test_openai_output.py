@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import RequestError
 from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
-from services.router.api import ChoiceEnd, Chunk, RequestEnd, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 
 END = RequestEnd(3, 1, 2)
 
@@ -42,7 +42,7 @@ def test_any_text_survives_the_prepared_bytes(
     texts: list[str], is_chat: bool, with_usage: bool
 ) -> None:
     writer = StreamWriter(make_facts(is_chat=is_chat, with_usage=with_usage))
-    raw = b"".join(writer.chunk(Chunk(0, i, (i,), text)) for i, text in enumerate(texts))
+    raw = b"".join(writer.delta(ChoiceDelta(0, i, (i,), text)) for i, text in enumerate(texts))
     raw += writer.end(ChoiceEnd(0, "stop")) + writer.finish(END)
     *events, done = events_of(raw)
     choices = [event["choices"][0] for event in events if event["choices"]]
@@ -57,7 +57,7 @@ def test_any_text_survives_the_prepared_bytes(
 
 
 def test_pending_text_makes_no_event() -> None:
-    assert StreamWriter(make_facts()).chunk(Chunk(0, 0, (1,), "")) == b""
+    assert StreamWriter(make_facts()).delta(ChoiceDelta(0, 0, (1,), "")) == b""
 
 
 def test_empty_answer_still_has_a_role_and_an_end() -> None:
@@ -79,10 +79,10 @@ def test_broken_stream_has_neither_end_nor_done() -> None:
 def test_json_never_holds_infinities(value: float, is_chat: bool) -> None:
     item = TextLogprob(1, "a", b"a", value, ((1, "a", b"a", value),))
     facts = make_facts(is_chat=is_chat, logprobs=True, top_logprobs=1)
-    chunk = Chunk(0, 0, (1,), "a", (item,))
+    chunk = ChoiceDelta(0, 0, (1,), "a", (item,))
     body = BodyWriter(facts, 1)
-    body.chunk(chunk)
-    for raw in (StreamWriter(facts).chunk(chunk), body.finish(END)):
+    body.delta(chunk)
+    for raw in (StreamWriter(facts).delta(chunk), body.finish(END)):
         assert b"Infinity" not in raw
         assert b"NaN" not in raw
         assert b"-9999.0" in raw
@@ -91,7 +91,7 @@ def test_json_never_holds_infinities(value: float, is_chat: bool) -> None:
 def test_text_offsets_go_on_over_chunks() -> None:
     writer = StreamWriter(make_facts(is_chat=False, logprobs=True))
     raw = b"".join(
-        writer.chunk(Chunk(0, i, (i,), text, (TextLogprob(i, text, b"", -1.0),)))
+        writer.delta(ChoiceDelta(0, i, (i,), text, (TextLogprob(i, text, b"", -1.0),)))
         for i, text in enumerate(["ab", "c", "de"])
     )
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events_of(raw)]

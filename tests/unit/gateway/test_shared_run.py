@@ -10,9 +10,9 @@ import pytest
 
 from services.common.errors import RequestError
 from services.gateway.shared_run import SharedRun
-from services.router.api import Chunk, RequestEnd, RouterOutput
+from services.router.api import ChoiceDelta, RequestEnd, RouterOutput
 
-OUTPUTS: list[RouterOutput] = [Chunk(0, i, (i,), str(i)) for i in range(3)]
+OUTPUTS: list[RouterOutput] = [ChoiceDelta(0, i, (i,), str(i)) for i in range(3)]
 OUTPUTS.append(RequestEnd(1, 0, 3))
 
 

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from services.common.errors import RequestError
-from services.router.api import Chunk
+from services.router.api import ChoiceDelta
 from services.router.output_buffer import OutputBuffer
 
 
-def chunk(index: int) -> Chunk:
+def chunk(index: int) -> ChoiceDelta:
     """Build a chunk."""
-    return Chunk(0, index, (1,), "x")
+    return ChoiceDelta(0, index, (1,), "x")
 
 
 async def test_delivers_in_order_then_the_error() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.common.errors import RequestError
 from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
-from services.router.api import ChoiceEnd, Chunk, GenerateCall, RouterOutput
+from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutput
 from services.router.request import LogicalRequest, TokenLogprob, TokensIn
 
 
@@ -43,7 +43,7 @@ def ids_of(outputs: list[RouterOutput], choice: int = 0) -> list[int]:
     """Collect token ids; checks that no index has a gap or a repeat."""
     ids: list[int] = []
     for output in outputs:
-        if isinstance(output, Chunk) and output.choice == choice:
+        if isinstance(output, ChoiceDelta) and output.choice == choice:
             assert output.first_index == len(ids)
             ids.extend(output.token_ids)
     return ids
@@ -51,7 +51,7 @@ def ids_of(outputs: list[RouterOutput], choice: int = 0) -> list[int]:
 
 def text_of(outputs: list[RouterOutput]) -> str:
     """Collect text."""
-    return "".join(o.text for o in outputs if isinstance(o, Chunk))
+    return "".join(o.text for o in outputs if isinstance(o, ChoiceDelta))
 
 
 @settings(max_examples=150)
@@ -135,7 +135,7 @@ def test_logprobs_keep_the_bytes_of_a_split_character() -> None:
     (chunk,) = request.take_tokens(
         TokensIn(0, 0, (raw[0],), (TokenLogprob(raw[0], -1.0, ((raw[1], -2.0),)),))
     )
-    assert isinstance(chunk, Chunk)
+    assert isinstance(chunk, ChoiceDelta)
     (shown,) = chunk.logprobs
     assert (shown.raw, shown.text, shown.logprob) == (raw[:1], "\ufffd", -1.0)
     assert shown.top == ((raw[1], "\ufffd", raw[1:], -2.0),)
