@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PYTEST := $(BIN)/python -m pytest
 SOURCES := services kernels tools tests
-EXTRAS := ray,kubernetes,triton,test,dev
+EXTRAS := ray,kubernetes,test,dev
 
 # A tool of ours must find its neighbours, and nobody's own packages must shadow the locked ones.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -37,9 +37,12 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
-$(STAMPS)/install: $(STAMPS)/venv requirements.lock pyproject.toml
+$(STAMPS)/install: $(STAMPS)/venv requirements.lock requirements-triton.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet -c requirements.lock setuptools
 	$(BIN)/python -m pip install --quiet -c requirements.lock --no-build-isolation -e '.[$(EXTRAS)]'
+	@# A CUDA build of torch brings the Triton it was made with; a CPU build brings none.
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)' \
+	  || $(BIN)/python -m pip install --quiet -c requirements-triton.lock triton
 	@touch $@
 
 setup: $(STAMPS)/install ## make .venv, install locked versions, build kernels, fetch the model
