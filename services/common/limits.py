@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from services.common.settings import Section, setting
 
+# Ceilings of what may be configured: messages between workers are sized for these.
+MAX_CHOICES = 128
+MAX_LOGPROBS = 32
+
 
 class Limits(Section):
     """Upper bounds of a request; section `limits` of the configuration."""
@@ -19,10 +23,12 @@ class Limits(Section):
     max_output_tokens: int = setting(
         0, "value of max_tokens; 0 = what the model's context leaves", unit="tokens", ge=0
     )
-    max_choices: int = setting(16, "value of n", unit="choices", gt=0, le=128)
+    max_choices: int = setting(16, "value of n", unit="choices", gt=0, le=MAX_CHOICES)
     max_stop_strings: int = setting(16, "stop strings of a request", unit="strings", gt=0)
     max_stop_bytes: int = setting(256, "UTF-8 length of one stop string", unit="bytes", gt=0)
-    max_logprobs: int = setting(20, "alternatives per token in logprobs", unit="tokens", ge=0)
+    max_logprobs: int = setting(
+        20, "alternatives per token in logprobs", unit="tokens", ge=0, le=MAX_LOGPROBS
+    )
     max_stop_token_ids: int = setting(64, "entries of stop_token_ids", unit="entries", gt=0)
     max_id_bytes: int = setting(
         128, "length of a request id, idempotency key or user name", unit="bytes", gt=0

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from services.common.limits import MAX_CHOICES, MAX_LOGPROBS
 from services.pb import common_pb2
 from services.pb import transfer_pb2 as pb
 from services.transfer.api import FirstTokenInfo
@@ -16,8 +17,6 @@ from services.transfer.wire import WireError
 
 M = TypeVar("M", bound=Message)
 
-MAX_FIRST_TOKENS = 16  # choices of one request
-MAX_TOP_LOGPROBS = 32
 _MAX_REASON = 200
 _MAX_TRACEPARENT = 256
 _U32 = np.dtype("<u4")
@@ -202,7 +201,7 @@ def final_body(final: FinalArgs) -> bytes:
 def final_args(body: bytes) -> FinalArgs:
     """Read FINAL."""
     message = parse(pb.Final, body)
-    if len(message.first) > MAX_FIRST_TOKENS:
+    if len(message.first) > MAX_CHOICES:
         raise WireError("first_tokens")
     return FinalArgs(
         first=tuple(_first_token(token) for token in message.first),
@@ -217,7 +216,7 @@ def final_args(body: bytes) -> FinalArgs:
 
 
 def _first_token(token: pb.FirstToken) -> FirstTokenInfo:
-    if len(token.logprob.top) > MAX_TOP_LOGPROBS:
+    if len(token.logprob.top) > MAX_LOGPROBS:
         raise WireError("top_logprobs")
     has_logprob = token.HasField("logprob")
     return FirstTokenInfo(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from services.common.ids import BlockHash
+from services.kv.hashing import HASH_BYTES, pack_hashes
 from services.pb import transfer_pb2 as pb
 
 TICKET_VERSION = 1
-HASH_BYTES = 16
 MAX_TICKET_BYTES = 768 * 1024  # 48k blocks of hashes; a longer prompt is no use to anyone
 _MAX_TEXT = 512
 
@@ -59,7 +59,7 @@ class TicketSigner:
             incarnation=ticket.incarnation,
             kv_identity_fp=ticket.kv_identity_fp,
             num_tokens=ticket.num_tokens,
-            block_hashes=b"".join(ticket.block_hashes),
+            block_hashes=pack_hashes(ticket.block_hashes),
             tenant=ticket.tenant,
             expires_unix_ms=ticket.expires_unix_ms,
             request_id=ticket.request_id,

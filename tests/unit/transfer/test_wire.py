@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.limits import MAX_CHOICES, MAX_LOGPROBS
 from services.pb import transfer_pb2 as pb
 from services.pb.common_pb2 import PLANE_NCCL
 from services.transfer import codec
@@ -141,6 +142,17 @@ def test_final_keeps_first_tokens_and_their_logprobs() -> None:
     first = (FirstTokenInfo(0, 5, -0.25, ((5, -0.25), (6, -2.0))), FirstTokenInfo(2, 8))
     final = FinalArgs(first, 100, 6, 4, 9, 2, 2**63 + 1, 77)
     assert codec.final_args(codec.final_body(final)) == final
+
+
+def test_final_of_the_largest_request_fits_its_message() -> None:
+    """Whatever the limits may be set to, a prefill that worked can be handed off."""
+    top = tuple((2**31 - token, -0.5) for token in range(MAX_LOGPROBS))
+    first = tuple(FirstTokenInfo(choice, 2**31, -0.5, top) for choice in range(MAX_CHOICES))
+    body = codec.final_body(FinalArgs(first, 2**31, 2**27, 4, 2**31, 2**63, 2**63, 2**40))
+
+    assert codec.final_args(body).first == first
+    header = Header(MessageType.FINAL, incarnation=1, xfer_id=1, attempt=1)
+    assert decode(encode(header, body)).body == body
 
 
 def test_an_unknown_reject_code_is_a_refusal_all_the_same() -> None:
