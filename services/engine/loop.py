@@ -206,15 +206,20 @@ class EngineLoop:
     def _turn(self) -> None:
         self._run_commands()
         plan = self._scheduler.schedule(self._clock.now())
-        if plan.rows:
-            result = self._executor.execute(plan)
-            self._scheduler.apply(result, self._clock.now())
-            if self._on_step is not None:
-                self._on_step(plan, result)
+        if not plan.rows:
+            self._deliver()
+            self._progress_at = self._clock.now()
+            self._wait()
+            return
+        if self._scheduler.has_events:
+            # A receive opens, and a cancelled transfer ends, before the step and not after it.
+            self._deliver()
+        result = self._executor.execute(plan)
+        self._scheduler.apply(result, self._clock.now())
         self._deliver()
         self._progress_at = self._clock.now()
-        if not plan.rows:
-            self._wait()
+        if self._on_step is not None:
+            self._on_step(plan, result)
 
     def _take_inbox(self) -> deque[_Command]:
         with self._wake:

@@ -64,6 +64,11 @@ class Scheduler:
 
     # -- what the loop asks ----------------------------------------------------------------
 
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` would return something."""
+        return bool(self._outbox)
+
     def take_events(self) -> tuple[EngineEvent, ...]:
         """Return and forget the events since the last call, in order."""
         events, self._outbox = tuple(self._outbox), []

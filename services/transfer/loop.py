@@ -35,7 +35,8 @@ class Inbox:
             if self._is_closed:
                 return False
             self._commands.append(command)
-            os.eventfd_write(self._fd, 1)
+            if len(self._commands) == 1:  # else it has been woken and has not taken them yet
+                os.eventfd_write(self._fd, 1)
             return True
 
     def wake(self) -> None:

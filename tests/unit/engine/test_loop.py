@@ -88,6 +88,19 @@ class Gate:
         return self.inner.execute(plan)
 
 
+class Watch:
+    """An executor that asks something before every step."""
+
+    def __init__(self, inner: Executor, ask: Callable[[], bool]) -> None:
+        self.inner = inner
+        self.ask = ask
+        self.seen: list[bool] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.seen.append(self.ask())
+        return self.inner.execute(plan)
+
+
 class Engine:
     """A running engine over a fake model."""
 
@@ -158,6 +171,21 @@ def test_handoff_between_two_engines_gives_the_tokens_of_one(make: Make) -> None
     both = prefill.listener.tokens("b") + decode.listener.tokens("b")
     assert both == reference_tokens(prompt, greedy())
     assert done.times.handoff_us > 0
+
+
+def test_a_receive_is_asked_for_before_the_step_that_is_due(make: Make) -> None:
+    """A decode worker that is busy opens its tickets at once, not one step late."""
+    engine = make()
+    watch = Watch(engine.gate.inner, lambda: bool(engine.listener.of(BlocksReserved, "b")))
+    engine.gate.inner = watch
+    engine.gate.open.clear()
+    engine.submit("busy", sampling=greedy(max_tokens=4))
+    assert engine.gate.in_step.wait(5)
+    engine.submit("b", kind=WorkKind.CONTINUE)
+    engine.gate.open.set()
+    engine.listener.wait_end("busy")
+    assert watch.seen[1:] == [True] * (len(watch.seen) - 1)
+    assert len(watch.seen) > 2
 
 
 def test_cache_deltas_tell_what_is_cached(make: Make) -> None:
