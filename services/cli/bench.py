@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -25,5 +26,26 @@ def smoke(
     from services.bench.smoke import run
 
     result = run(model, pairs=pairs, prompt_tokens=prompt_tokens, seed=seed)
+    typer.echo(result.to_json())
+    return result.exit_code
+
+
+@app.command("engine")
+def engine(
+    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    transformers: Annotated[
+        bool, typer.Option(help="Measure Hugging Face transformers too, if installed.")
+    ] = True,
+) -> int:
+    """One worker's engine in one process: decode and prefill beside what the machine can do."""
+    from services.runtime.threads import apply_threads
+
+    apply_threads(os.environ, threads)  # before the next line loads torch
+    from services.bench.engine import run
+
+    result = run(model, rounds=rounds, threads=threads, seed=seed, with_transformers=transformers)
     typer.echo(result.to_json())
     return result.exit_code
