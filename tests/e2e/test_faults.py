@@ -19,6 +19,7 @@ from tests.support.generate import collect, generate, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
+WORKER_LEASE_MS = 2_000  # the default of lease.worker_lease_ms
 LONG = 400  # tokens: long enough to be cut in the middle
 
 
@@ -169,12 +170,20 @@ def test_stop_leaves_no_process_and_no_file(toy_dir: Path) -> None:
     assert running.returncode == 0
 
 
+def _all_leased(cluster: Cluster) -> bool:
+    workers = cluster.cluster_status().workers
+    return len(workers) == 3 and all(w.lease_age_ms < WORKER_LEASE_MS for w in workers)
+
+
 def test_store_death_fails_no_request(cluster: Cluster) -> None:
-    """RB-097: the store is killed, requests go on, and hints come back after its restart."""
+    """RB-097: the store is killed, requests go on, and the one that replaces it is used."""
     for index in range(4):
         generate(cluster.grpc, request([5, index + 3], max_tokens=2))
-    os.kill(cluster.pid_of("store"), signal.SIGKILL)
+    killed = cluster.pid_of("store")
+    os.kill(killed, signal.SIGKILL)
     for index in range(20):
         generate(cluster.grpc, request([6, index + 3], max_tokens=2), timeout_s=10)
         time.sleep(0.1)
+    wait_for(lambda: cluster.pid_of("store") != killed, 15, "there is a new store")
     wait_for(lambda: not cluster.cluster_status().degraded, 15, "the store is used again")
+    wait_for(lambda: _all_leased(cluster), 15, "every worker is registered in it")
