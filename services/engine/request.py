@@ -9,7 +9,7 @@ import numpy as np
 from services.common.ids import BlockHash
 from services.engine.api import EngineRequest, StageTimes, TokenArray, WorkKind
 from services.kv.block_table import BlockTable
-from services.kv.hashing import HashScope, next_hash, token_bytes
+from services.kv.hashing import HashScope, next_hash, pack_token_ids
 
 
 class RequestState(Enum):
@@ -161,7 +161,7 @@ class Sequence:
         while idx >= num_prompt + len(self._more_hashes):
             at = num_prompt + len(self._more_hashes)
             size = self.table.block_size
-            tokens = token_bytes(self.token_ids(at * size, (at + 1) * size))
+            tokens = pack_token_ids(self.token_ids(at * size, (at + 1) * size))
             self._more_hashes.append(next_hash(self.parent_hash(at) or self.request.root, tokens))
         if idx < num_prompt:
             return self.request.prompt_hashes[idx]

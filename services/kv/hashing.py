@@ -63,7 +63,7 @@ def next_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
     return BlockHash(hashlib.sha256(message).digest()[:HASH_BYTES])
 
 
-def token_bytes(token_ids: Iterable[int] | npt.NDArray[np.uint32]) -> bytes:
+def pack_token_ids(token_ids: Iterable[int] | npt.NDArray[np.uint32]) -> bytes:
     """Token ids as little-endian uint32."""
     if not isinstance(token_ids, np.ndarray):
         token_ids = np.fromiter(token_ids, dtype=np.uint32)
@@ -77,7 +77,7 @@ def chain_hashes(scope: HashScope, token_ids: npt.NDArray[np.uint32]) -> tuple[B
 
 def extend_hashes(parent: BlockHash, token_ids: npt.NDArray[np.uint32]) -> tuple[BlockHash, ...]:
     """Hashes of the full blocks of `token_ids`, which follow the block named `parent`."""
-    data = token_bytes(token_ids)
+    data = pack_token_ids(token_ids)
     hashes: list[BlockHash] = []
     for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         parent = next_hash(parent, data[start : start + _BLOCK_BYTES])

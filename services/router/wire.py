@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from services.common.errors import ERROR_TABLE, RequestError
 from services.common.ids import BlockHash, Incarnation
 from services.common.sampling import SamplingParams
-from services.kv.hashing import pack_hashes, token_bytes
+from services.kv.hashing import pack_hashes, pack_token_ids
 from services.pb import common_pb2, worker_pb2
 from services.registry.base import LoadReport
 from services.router.api import GenerateCall
@@ -50,7 +50,7 @@ def build_work(
         attempt=head.attempt,
         expect_incarnation=head.incarnation,
         slot_gen=head.slot_gen,
-        token_ids=token_bytes(call.token_ids),
+        token_ids=pack_token_ids(call.token_ids),
         block_hashes=pack_hashes(hashes),
         sampling=sampling_message(call.sampling),
         first_index=1 if head.kind == CONTINUE else 0,

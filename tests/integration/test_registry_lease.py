@@ -22,6 +22,7 @@ from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.reader import LatencyDeadline, RedisRegistryReader
 from services.registry.schema import Keys
 from services.registry.scripts import ScriptCalls
+from tests.support.cluster import eventually
 from tests.support.registry import make_chain, make_worker_info
 from tests.support.store import running_store, store, store_url
 
@@ -57,14 +58,6 @@ async def reading(url: str) -> AsyncIterator[RedisRegistryReader]:
         yield reader
     finally:
         await reader.close()
-
-
-async def eventually(check: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Wait until `check` is truthy."""
-    end = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end, "did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 async def depth_becomes(

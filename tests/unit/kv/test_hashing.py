@@ -22,7 +22,7 @@ from services.kv.hashing import (
     extend_hashes,
     next_hash,
     pack_hashes,
-    token_bytes,
+    pack_token_ids,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ def test_chain_can_be_extended_block_by_block(ids: list[int], split: int) -> Non
     assert head + extend_hashes(parent, tokens[len(head) * 16 :]) == whole
     parent = SCOPE.root
     for idx, expected in enumerate(whole):
-        parent = next_hash(parent, token_bytes(ids[idx * 16 : idx * 16 + 16]))
+        parent = next_hash(parent, pack_token_ids(ids[idx * 16 : idx * 16 + 16]))
         assert parent == expected
 
 
