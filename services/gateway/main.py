@@ -33,6 +33,7 @@ from services.text.tokenizer import TextModel
 log = get_logger(__name__)
 
 ADMIN = "isthmus.v1.Admin"
+_LAST_WORDS_S = 0.5  # for the doors to write the errors of requests that did not end in time
 
 
 def run_router(config: IsthmusConfig, model_dir: Path) -> int:
@@ -113,12 +114,12 @@ class _RouterProcess:
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones end."""
-        await self._gateway.stop(self._config.router.drain_s)
+        await self._gateway.drain(self._config.router.drain_s)
 
     async def stop(self) -> None:
-        """Cut what is left and let go of everything."""
-        await self._gateway.stop(0.0)
+        """End what is left, with a code its clients get to see, and let go of everything."""
         await self._router.stop()
+        await self._gateway.stop(_LAST_WORDS_S)
         await self._reader.close()
         await asyncio.to_thread(self._tracing.shutdown, 1.0)
         self._metrics.shutdown()

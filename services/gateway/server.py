@@ -110,11 +110,15 @@ class GatewayServer:
         self._tasks.append(asyncio.create_task(self._watch_readiness()))
         return BoundPorts(grpc_port, http_socket.getsockname()[1])
 
-    async def stop(self, drain_s: float) -> bool:
-        """Refuse new requests, wait for the running ones, close. False if some were cut off."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones. False if some still run."""
         self.desk.start_draining()
         await self._health.enter_graceful_shutdown()
-        is_drained = await self.desk.wait_idle(drain_s)
+        return await self.desk.wait_idle(timeout_s)
+
+    async def stop(self, drain_s: float) -> bool:
+        """Drain, then close. False if some requests were cut off."""
+        is_drained = await self.drain(drain_s)
         await self.desk.close()
         if self._grpc is not None:
             # A short grace: statuses of finished calls still have to be written.
