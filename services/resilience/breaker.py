@@ -56,7 +56,7 @@ class CircuitBreaker:
 
     def can_call(self, now: float) -> bool:
         """Say whether `acquire` would let a call pass; changes nothing."""
-        return self._state is BreakerState.CLOSED or now - self._since >= self._config.open_s
+        return self._state is BreakerState.CLOSED or now >= self._since + self._config.open_s
 
     def acquire(self, now: float) -> bool:
         """Let a call pass or not; the call it lets pass while not closed is the probe."""

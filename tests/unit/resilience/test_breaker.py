@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.common.errors import ERROR_TABLE
@@ -74,6 +74,15 @@ def test_every_code_has_an_outcome() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.sampled_from(Outcome), st.booleans()), max_size=60))
+@example(
+    [
+        (0.0, Outcome.SUCCESS, False),
+        (0.0, Outcome.SUCCESS, False),
+        (2.0926318246535276, Outcome.FAILURE, False),
+        (2.0926318246535276, Outcome.FAILURE, False),
+        (2.0002500000000003, Outcome.FAILURE, False),
+    ]
+)  # where now + open_s - now is less than open_s
 def test_never_stuck_open(events: list[tuple[float, Outcome, bool]]) -> None:
     """Whatever happened: `open_s` later a call may pass, and `can_call` says the same."""
     breaker, now = CircuitBreaker(CONFIG), 0.0
