@@ -165,6 +165,17 @@ KV_INTEGRITY_ERRORS = Counter(
     "blocks",
     "Blocks received with a wrong digest, generation or length.",
 )
+TRANSFER_REJECTS = Counter(
+    "isthmus_transfer_rejects_total", "transfers", "Opens that prefill refused, by its code.",
+    ("code",),
+)  # fmt: skip
+TRANSFER_FAULTS = Counter(
+    "isthmus_transfer_faults_total",
+    "events",
+    "Faults on KV connections that were repaired or dropped: resent_block (send), gap and "
+    "discarded_frame (receive), bad_frame (both), muted_frame and incompatible (send).",
+    ("side", "kind"),
+)
 LEASE_RENEWALS = Counter(
     "isthmus_lease_renewals_total", "calls", "Renewals of the worker's lease.", ("outcome",)
 )

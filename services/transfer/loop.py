@@ -35,8 +35,7 @@ class Inbox:
             if self._is_closed:
                 return False
             self._commands.append(command)
-            if len(self._commands) == 1:  # else it has been woken and has not taken them yet
-                os.eventfd_write(self._fd, 1)
+            os.eventfd_write(self._fd, 1)
             return True
 
     def wake(self) -> None:

@@ -265,7 +265,7 @@ class _Worker:
             machine=platform.machine(),
         )
         watch_gauges(metrics, engine, source, sink, tracing)
-        totals = worker_totals(engine, sink, lease)
+        totals = worker_totals(engine, source, sink, lease)
         return Parts(shell, servicer, engine, memory, lease, tracing, metrics, totals)
 
     def _plan(self, layout: KvLayout, context_length: int) -> MemoryPlan:

@@ -11,8 +11,10 @@ from services.registry.lease import RENEWAL_OUTCOMES, WorkerLease
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics, Reading
 from services.telemetry.tracing import Tracing
+from services.transfer.counters import SinkCounters, SourceCounters
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
+from services.transfer.values import RejectCode
 
 
 def count_step(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
@@ -56,13 +58,38 @@ class Total:
             self.told = now
 
 
-def worker_totals(engine: Engine, sink: TransferSink, lease: WorkerLease) -> tuple[Total, ...]:
+def worker_totals(
+    engine: Engine, source: TransferSource, sink: TransferSink, lease: WorkerLease
+) -> tuple[Total, ...]:
     """Name the totals that are told by housekeeping rather than by who counts them."""
     return (
         Total(catalog.PREEMPTIONS, lambda: engine.load().preemptions),
         Total(catalog.KV_INTEGRITY_ERRORS, lambda: sink.counters.integrity_errors),
+        *(_rejects(source.counters, code.name) for code in RejectCode),
+        *transfer_faults(source.counters, sink.counters),
         *(_renewals(lease, outcome) for outcome in RENEWAL_OUTCOMES),
     )
+
+
+def transfer_faults(source: SourceCounters, sink: SinkCounters) -> tuple[Total, ...]:
+    """Name what went wrong on KV connections."""
+
+    def fault(side: str, kind: str, read: Callable[[], int]) -> Total:
+        return Total(catalog.TRANSFER_FAULTS, read, {"side": side, "kind": kind})
+
+    return (
+        fault("send", "resent_block", lambda: source.resends),
+        fault("send", "bad_frame", lambda: source.bad_frames),
+        fault("send", "muted_frame", lambda: source.muted_frames),
+        fault("send", "incompatible", lambda: source.incompatible),
+        fault("receive", "bad_frame", lambda: sink.bad_frames),
+        fault("receive", "gap", lambda: sink.gaps),
+        fault("receive", "discarded_frame", lambda: sink.discarded_frames),
+    )
+
+
+def _rejects(source: SourceCounters, code: str) -> Total:
+    return Total(catalog.TRANSFER_REJECTS, lambda: source.rejects.get(code, 0), {"code": code})
 
 
 def _renewals(lease: WorkerLease, outcome: str) -> Total:
