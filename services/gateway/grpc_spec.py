@@ -72,6 +72,8 @@ def parse_generate(
         ignore_eos=request.ignore_eos or sampling.ignore_eos,
         priority=request.priority,
         timeout_ms=request.timeout_ms,
+        slo_ttft_ms=request.slo_ttft_ms,
+        slo_tpot_ms=request.slo_tpot_ms,
         force_mode=force_mode,
     )
 

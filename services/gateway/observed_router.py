@@ -55,7 +55,9 @@ class ObservedRouter:
                         gaps.delta(len(output.token_ids), self._clock.now())
                     elif isinstance(output, RequestEnd):
                         outcome = "ok"
-                        gaps.end(output.timing.mode)
+                        tpot_s = gaps.end(output.timing.mode)
+                        self._count_slo("ttft", call.slo_ttft_ms, output.timing.ttft_us / 1e6)
+                        self._count_slo("tpot", call.slo_tpot_ms, tpot_s)
                         self._close(span, call, output.timing, started_ns)
                     yield output
         except IsthmusError as error:
@@ -66,6 +68,12 @@ class ObservedRouter:
             if outcome != "ok":
                 span.set(outcome=outcome)
             span.end(error_code="" if outcome == "ok" else outcome)
+
+    def _count_slo(self, slo: str, target_ms: int, value_s: float | None) -> None:
+        """Count a request whose client named a target, unless nothing was there to measure."""
+        if target_ms and value_s is not None:
+            outcome = "met" if value_s * 1000 <= target_ms else "missed"
+            self._metrics.add(catalog.SLO_REQUESTS, slo=slo, outcome=outcome)
 
     def _close(
         self, span: Span, call: GenerateCall, timing: RequestTiming, started_ns: int
@@ -119,11 +127,13 @@ class _Gaps:
             self._num_after_first += num_tokens
         self._last = now
 
-    def end(self, mode: str) -> None:
-        """The request ended well."""
-        if self._first is not None and self._num_after_first:
-            tpot = (self._last - self._first) / self._num_after_first
-            self._metrics.observe(catalog.TPOT, tpot, mode=mode)
+    def end(self, mode: str) -> float | None:
+        """The request ended well; return its TPOT in seconds, if it has one."""
+        if self._first is None or not self._num_after_first:
+            return None
+        tpot = (self._last - self._first) / self._num_after_first
+        self._metrics.observe(catalog.TPOT, tpot, mode=mode)
+        return tpot
 
 
 async def _generator(inner: RouterPort, call: GenerateCall) -> AsyncGenerator[RouterOutput, None]:

@@ -75,7 +75,12 @@ def parse_completion(body: Any, limits: Limits) -> OpenAIRequest:
     spec = GenerateSpec(
         prompt=_prompt(fields.raw("prompt"), limits),
         max_tokens=fields.integer("max_tokens"),
-        names=FieldNames(top_logprobs="logprobs", timeout="x-isthmus-timeout-ms"),
+        names=FieldNames(
+            top_logprobs="logprobs",
+            timeout="x-isthmus-timeout-ms",
+            slo_ttft="x-slo-ttft-ms",
+            slo_tpot="x-slo-tpot-ms",
+        ),
         logprobs=logprobs is not None,
         top_logprobs=logprobs or 0,
         **shared,
@@ -203,7 +208,13 @@ def _chat_max_tokens(fields: Fields) -> tuple[FieldNames, int | None]:
             param="max_completion_tokens",
         )
     name = "max_tokens" if new is None else "max_completion_tokens"
-    names = FieldNames(prompt="messages", max_tokens=name, timeout="x-isthmus-timeout-ms")
+    names = FieldNames(
+        prompt="messages",
+        max_tokens=name,
+        timeout="x-isthmus-timeout-ms",
+        slo_ttft="x-slo-ttft-ms",
+        slo_tpot="x-slo-tpot-ms",
+    )
     return names, old if new is None else new
 
 

@@ -231,16 +231,12 @@ class HttpDoor:
         mode = exchange.headers.get(spec.names.force_mode)
         if mode is not None:
             spec = replace(spec, force_mode=mode.upper())
-        timeout = exchange.headers.get(spec.names.timeout)
-        if timeout is not None:
-            if not (timeout.isascii() and timeout.isdigit() and 0 < len(timeout) < 12):
-                raise RequestError(
-                    "invalid_argument",
-                    f"{spec.names.timeout} must be a whole number of milliseconds",
-                    param=spec.names.timeout,
-                )
-            spec = replace(spec, timeout_ms=int(timeout))
-        return spec
+        return replace(
+            spec,
+            timeout_ms=_milliseconds(exchange, spec.names.timeout),
+            slo_ttft_ms=_milliseconds(exchange, spec.names.slo_ttft),
+            slo_tpot_ms=_milliseconds(exchange, spec.names.slo_tpot),
+        )
 
     def _idempotency_key(self, exchange: Exchange) -> str:
         key = exchange.headers.get("idempotency-key", "")
@@ -275,6 +271,16 @@ class HttpDoor:
             "owned_by": "isthmus",
             "max_model_len": model.context_length,
         }
+
+
+def _milliseconds(exchange: Exchange, name: str) -> int:
+    """Read a header of whole milliseconds; 0 when it is absent."""
+    value = exchange.headers.get(name, "0")
+    if not (value.isascii() and value.isdigit() and len(value) < 12):
+        raise RequestError(
+            "invalid_argument", f"{name} must be a whole number of milliseconds", param=name
+        )
+    return int(value)
 
 
 def _where_headers(end: RequestEnd) -> dict[str, str]:

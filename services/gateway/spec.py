@@ -43,6 +43,8 @@ class FieldNames:
     top_logprobs: str = "top_logprobs"
     force_mode: str = "x-isthmus-force-mode"
     timeout: str = "timeout_ms"
+    slo_ttft: str = "slo_ttft_ms"
+    slo_tpot: str = "slo_tpot_ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +72,6 @@ class GenerateSpec:
     ignore_eos: bool = False
     priority: int = 0
     timeout_ms: int = 0  # 0 = the default
+    slo_ttft_ms: int = 0  # 0 = none
+    slo_tpot_ms: int = 0
     force_mode: str | None = None

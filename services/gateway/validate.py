@@ -43,6 +43,8 @@ def check_spec(spec: GenerateSpec, limits: Limits, model: ServedModel) -> None:
     if spec.force_mode is not None and spec.force_mode not in MODES:
         _invalid(spec.names.force_mode, f"must be one of {', '.join(MODES)}")
     check_range(spec.timeout_ms, 0, limits.max_timeout_ms, spec.names.timeout)
+    check_range(spec.slo_ttft_ms, 0, limits.max_timeout_ms, spec.names.slo_ttft)
+    check_range(spec.slo_tpot_ms, 0, limits.max_timeout_ms, spec.names.slo_tpot)
     check_range(spec.priority, 0, _MAX_PRIORITY, "priority")
     _check_prompt(spec, limits, model)
 
@@ -90,6 +92,8 @@ def build_call(
         tenant=arrival.tenant,
         force_mode=spec.force_mode,
         traceparent=arrival.traceparent,
+        slo_ttft_ms=spec.slo_ttft_ms,
+        slo_tpot_ms=spec.slo_tpot_ms,
     )
 
 

@@ -27,6 +27,8 @@ class GenerateCall:
     priority: int = 0
     tenant: str = ""
     force_mode: str | None = None  # "REMOTE" | "LOCAL" | "STAY"
+    slo_ttft_ms: int = 0  # what the client calls good; 0 = it did not say
+    slo_tpot_ms: int = 0
     traceparent: str = ""
 
 

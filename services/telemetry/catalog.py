@@ -79,6 +79,12 @@ TPOT = Histogram(
 E2E = Histogram(
     "isthmus_e2e_seconds", "s", "Request received to last frame written.", _REQUEST_S, ("mode",)
 )
+SLO_REQUESTS = Counter(
+    "isthmus_slo_requests_total",
+    "requests",
+    "Ended requests whose client named a target (slo_ttft_ms, slo_tpot_ms), by met or missed.",
+    ("slo", "outcome"),
+)
 STAGE = Histogram(
     "isthmus_stage_seconds",
     "s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,23 @@ async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file
     }  # fmt: skip
     text = metrics.render().decode()
     assert 'isthmus_tpot_seconds_count{mode="REMOTE"} 1' in text
+    metrics.shutdown()
+
+
+async def test_targets_a_client_names_are_counted_as_met_or_missed(tracing: Tracing) -> None:
+    metrics = Metrics.enabled()
+    timing = replace(TIMING, ttft_us=50_000)
+    router = Scripted([*CHUNKS, ChoiceEnd(0, "stop"), RequestEnd(1, 0, 3, timing)])
+    for ttft_ms, tpot_ms in ((49, 0), (50, 60_000), (0, 0)):
+        call = replace(make_call(), slo_ttft_ms=ttft_ms, slo_tpot_ms=tpot_ms)
+        _ = [o async for o in observe(router, tracing, metrics).generate(call)]
+
+    lines = metrics.render().decode().splitlines()
+    assert sorted(line for line in lines if line.startswith("isthmus_slo")) == [
+        'isthmus_slo_requests_total{outcome="met",slo="tpot"} 1.0',
+        'isthmus_slo_requests_total{outcome="met",slo="ttft"} 1.0',
+        'isthmus_slo_requests_total{outcome="missed",slo="ttft"} 1.0',
+    ]
     metrics.shutdown()
 
 
