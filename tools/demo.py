@@ -15,7 +15,7 @@ from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 120.0
 
-SYSTEM = "You are a helpful assistant. You answer from the text you are given, in plain words."
+SYSTEM = "You are a helpful assistant."
 # A few hundred tokens: long enough that the handoff moves a fair number of blocks.
 QUESTION = """\
 Here is the story of a canal.
@@ -35,8 +35,7 @@ became good at one thing. The warehouses grew smaller and the boats grew more. W
 town had a storm, the eastern town could for a while load its own boats, and the other way round; \
 it was slower, but nothing stopped.
 
-Why did hardly any time get lost at the lock, and what did the towns do in a storm? Answer in \
-two sentences."""
+Summarize this story in two sentences."""
 
 
 class DemoFailed(Exception):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from services.pb import common_pb2, inference_pb2
 
 _DEFAULT_SERVER = "127.0.0.1:50051"
+_HIDDEN_US = 100  # of a handoff; less is not worth a figure
 
 
 def chat(
@@ -144,7 +145,11 @@ def _where(timing: common_pb2.Timing) -> str:
         text += (
             f" · handoff {timing.handoff_blocks} blocks, "
             f"{timing.handoff_bytes / 2**20:.1f} MiB over {plane}"
-            f" in {timing.handoff_us / 1e3:.1f} ms"
+            + (
+                f", {timing.handoff_us / 1e3:.1f} ms of it after the first token"
+                if timing.handoff_us >= _HIDDEN_US
+                else ", hidden under the prefill"
+            )
         )
     return text
 

@@ -27,7 +27,7 @@ def test_says_where_it_ran_and_how_the_kv_crossed() -> None:
     where, how_long = timing_lines(TIMING, USAGE, show_all=False)
     assert where == (
         "mode REMOTE · prefill on prefill-0 · decode on decode-0"
-        " · handoff 4 blocks, 3.0 MiB over memfd in 3.5 ms"
+        " · handoff 4 blocks, 3.0 MiB over memfd, 3.5 ms of it after the first token"
     )
     assert how_long == (
         "TTFT 103 ms · 10 tokens at 9.9 tok/s · prompt 64 tokens (16 cached) · total 1010 ms"
