@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -69,7 +70,12 @@ class LocalCluster:
             self._wait(lambda: self.status().get("state") == "ready", START_TIMEOUT_S, "ready")
             self._wait(self._routers_know_all_workers, START_TIMEOUT_S, "ready for every mode")
         except BaseException:
+            # Asked first: only then does it remove its sockets and logs. The error quotes them.
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
             self._kill()
+            self._cleanup()
             raise
         return self
 
@@ -87,7 +93,9 @@ class LocalCluster:
             self.returncode = process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._kill()
-            raise ClusterFailed(f"not stopped within {STOP_TIMEOUT_S} s\n{self.log()}") from None
+            log = self.log()
+            self._cleanup()
+            raise ClusterFailed(f"not stopped within {STOP_TIMEOUT_S} s\n{log}") from None
         self._cleanup()
 
     def _kill(self) -> None:
