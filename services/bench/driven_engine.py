@@ -119,6 +119,7 @@ class DrivenEngine:
             max_num_seqs=defaults.max_num_seqs,
             max_step_tokens=defaults.max_step_tokens,
             chunk_target_s=chunk_target_s or defaults.chunk_target_ms / 1000,
+            chunk_target_alone_s=chunk_target_s or defaults.chunk_target_alone_ms / 1000,
         )
         store = KvStore(self._memory, model.device)
         self._scheduler = Scheduler(config, BlockPool(num_blocks, self._memory.gens), store)

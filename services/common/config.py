@@ -97,7 +97,10 @@ class WorkerSettings(Section):
     )
     max_step_tokens: int = setting(512, "tokens in one step", unit="tokens", ge=16, le=1 << 20)
     chunk_target_ms: int = setting(
-        50, "aimed duration of a step that holds a prefill chunk", unit="ms", gt=0
+        50, "aimed duration of a step with a prefill chunk and decodes", unit="ms", gt=0
+    )
+    chunk_target_alone_ms: int = setting(
+        100, "aimed duration of a step with a prefill chunk and no decodes", unit="ms", gt=0
     )
     bind_host: str = setting(
         "127.0.0.1", "address the gRPC server and the KV plane bind", public=True

@@ -22,6 +22,7 @@ class EngineConfig:
     max_chunk_tokens: int = 512  # of one request in one step
     min_chunk_tokens: int = 16
     chunk_target_s: float = 0.05  # a cancel waits for one step, so steps are bounded by time
+    chunk_target_alone_s: float = 0.1  # the same where no decode waits for the step (ADR 0010)
     initial_chunk_tokens: int = 128  # until a rate is known
     max_open_requests: int = 1024
     look_ahead: int = 8  # waiting sequences tried behind one that does not fit

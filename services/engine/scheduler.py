@@ -467,7 +467,8 @@ class Scheduler:
     def _chunk_budget(self, has_decodes: bool) -> int:
         """Prompt tokens of one step, by its time target."""
         config = self.config
-        tokens = self.stats.chunk_tokens(config.chunk_target_s) or config.initial_chunk_tokens
+        target_s = config.chunk_target_s if has_decodes else config.chunk_target_alone_s
+        tokens = self.stats.chunk_tokens(target_s) or config.initial_chunk_tokens
         if has_decodes:
             tokens *= self._prefill_weight / max(self._prefill_weight, self._decode_weight)
         return max(config.min_chunk_tokens, int(min(tokens, config.max_step_tokens)))

@@ -207,6 +207,7 @@ class _Worker:
             max_num_seqs=settings.max_num_seqs,
             max_step_tokens=max(settings.max_step_tokens, settings.max_num_seqs + 16),
             chunk_target_s=settings.chunk_target_ms / 1000,
+            chunk_target_alone_s=settings.chunk_target_alone_ms / 1000,
             max_open_requests=settings.max_requests,
             prefill_weight=prefill,
             decode_weight=decode,
