@@ -79,6 +79,11 @@ def all_live(cluster: LocalCluster) -> bool:
     return sum(w.state == "live" for w in cluster.cluster_status().workers) == 4
 
 
+def num_open(cluster: LocalCluster) -> int:
+    """Work items open at all workers."""
+    return sum(worker.requests_open for worker in cluster.worker_statuses())
+
+
 async def under_attack(
     cluster: LocalCluster, load: MixedLoad, attack: Callable[[], Awaitable[None]]
 ) -> None:
@@ -137,22 +142,22 @@ async def test_frozen_process_goes_on_as_itself(
 async def test_clients_that_vanish_leave_nothing_behind(
     cluster: LocalCluster, bodies: list[Body]
 ) -> None:
-    """RB-001: work and its cancel in one frame used to leave work that nobody wanted."""
+    """RB-001: at whatever moment they leave, in any mode."""
     rng = random.Random(SEED)
-    limit = asyncio.Semaphore(32)
+    limit = asyncio.Semaphore(40)
 
     async def vanish(stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
         async with limit:
             task = asyncio.create_task(
                 call(stub, rng.choice(bodies), timeout_s=DEADLINE_S, mode=rng.choice(ANY_MODE))
             )
-            await asyncio.wait([task], timeout=rng.expovariate(1 / 0.1))
+            await asyncio.wait([task], timeout=rng.expovariate(1 / 0.15))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        await asyncio.gather(*(vanish(stub) for _ in range(300)))
+        await asyncio.gather(*(vanish(stub) for _ in range(400)))
     # Less than the life of a ticket: nothing may wait for that.
     await asyncio.to_thread(cluster.assert_no_blocks_in_use, 2.0)
 
@@ -264,7 +269,7 @@ async def test_stopped_cluster_tells_its_open_requests(toy_dir: Path) -> None:
         channel = grpc.aio.insecure_channel(stopped.grpc)
         stub = inference_pb2_grpc.InferenceStub(channel)
         calls = [asyncio.create_task(call(stub, endless, timeout_s=60.0)) for _ in range(3)]
-        await asyncio.sleep(0.3)
+        await until(lambda: num_open(stopped) >= len(calls), 20, "the requests are at work")
         supervisor = stopped.pids()[0]
         os.kill(supervisor, signal.SIGTERM)
         heard = await asyncio.gather(*calls)
