@@ -33,7 +33,7 @@ from services.text.tokenizer import TextModel
 log = get_logger(__name__)
 
 ADMIN = "isthmus.v1.Admin"
-_LAST_WORDS_S = 0.5  # for the doors to write the errors of requests that did not end in time
+_LAST_WORDS_S = 2.0  # for the doors to write the errors of requests that did not end in time
 
 
 def run_router(config: IsthmusConfig, model_dir: Path) -> int:

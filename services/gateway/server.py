@@ -122,7 +122,7 @@ class GatewayServer:
         await self.desk.close()
         if self._grpc is not None:
             # A short grace: statuses of finished calls still have to be written.
-            await self._grpc.stop(0.1 if is_drained else 0.0)
+            await self._grpc.stop(1.0 if is_drained else 0.0)
         await self._stop_http()
         self._pool.close()
         return is_drained
