@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import numpy as np
@@ -66,6 +67,7 @@ def sampling_params(work: worker_pb2.Work, limits: Limits) -> SamplingParams:
             )
     if work.max_tokens < 1:
         raise RequestError("invalid_argument", "max_tokens must be at least 1", param="max_tokens")
+    _check_numbers(wire)
     return SamplingParams(
         temperature=wire.temperature if wire.HasField("temperature") else 1.0,
         top_p=wire.top_p if wire.HasField("top_p") else 1.0,
@@ -85,6 +87,18 @@ def sampling_params(work: worker_pb2.Work, limits: Limits) -> SamplingParams:
         max_tokens=work.max_tokens,
         n=n,
     )
+
+
+def _check_numbers(wire: common_pb2.SamplingParams) -> None:
+    """Refuse what no sampler can use; the finer ranges are the front doors'."""
+    for name in (
+        *("temperature", "top_p", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ):
+        value = getattr(wire, name)
+        is_signed = name in ("presence_penalty", "frequency_penalty")
+        if not math.isfinite(value) or (value < 0 and not is_signed):
+            raise RequestError("invalid_argument", f"{name} is not a usable number", param=name)
 
 
 def wire_error(code: str, message: str) -> common_pb2.Error:

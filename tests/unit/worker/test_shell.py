@@ -22,6 +22,7 @@ from services.engine.api import (
     WorkKind,
 )
 from services.pb import worker_pb2
+from services.pb.common_pb2 import SamplingParams
 from services.transfer.api import (
     FinalInfo,
     FirstTokenInfo,
@@ -67,6 +68,9 @@ async def test_takes_a_work_item_and_passes_its_tokens_on(rig: ShellRig) -> None
         ({"max_tokens": 0}, "invalid_argument"),
         ({"n": 17}, "invalid_argument"),
         ({"kind": ""}, "invalid_argument"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "invalid_argument"),
+        ({"sampling": SamplingParams(repetition_penalty=float("inf"))}, "invalid_argument"),
+        ({"sampling": SamplingParams(top_p=-1.0)}, "invalid_argument"),
     ],
 )
 async def test_refuses_a_bad_work_item_and_holds_nothing(
