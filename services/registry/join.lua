@@ -53,5 +53,8 @@ local rec = struct.pack('<H', gen) .. ARGV[5]:sub(3, 8)
 redis.call('HSET', KEYS[1], slot, rec)
 redis.call('HSET', KEYS[2], slot, ARGV[4])
 redis.call('HSET', KEYS[5], ARGV[2], slot)
+-- Counted from the time, not from nothing: in a store that restarted empty as many joins must not
+-- reach a version that a reader knows from before, with other workers in the slots.
+redis.call('SET', KEYS[4], string.format('%.0f', now), 'NX')
 redis.call('INCR', KEYS[4])
 return {'OK', slot, gen}

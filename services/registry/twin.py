@@ -81,7 +81,7 @@ class RegistryTwin:
         gen = (old.gen if old else proposed_gen) % 65535 + 1
         self._slots[slot] = _Slot(gen, state, now_ms + self.lease_ms, 0, load, info)
         self._names[info.worker_id] = slot
-        self.info_version += 1
+        self.info_version = (self.info_version or now_ms) + 1
         return JoinAnswer("OK", slot, gen)
 
     def renew(self, slot: int, gen: int, state: str, load: LoadReport, now_ms: int) -> str:

@@ -120,6 +120,29 @@ async def test_comes_back_after_the_store_was_flushed(store_url: str) -> None:
             assert before in lease.slot_gens
 
 
+async def test_reader_never_pairs_old_names_with_the_slots_of_an_emptied_store(
+    store_url: str,
+) -> None:
+    """RB-033, RB-046: as many workers join again, in another order, before the reader looks."""
+    infos = {name: make_worker_info(name) for name in ("w-a", "w-b")}
+    client = redis.Redis.from_url(store_url)
+
+    async def join(order: Sequence[str], reader: RedisRegistryReader) -> dict[str, int]:
+        with leased(store_url, infos[order[0]]) as first:
+            await eventually(lambda: first.is_registered)
+            with leased(store_url, infos[order[1]]) as second:
+                await eventually(lambda: second.is_registered)
+                records = await reader.snapshot()
+                assert {r.slot for r in records} == {first.slot, second.slot}
+                client.flushall()
+                return {r.info.worker_id: r.slot for r in records}
+
+    async with reading(store_url) as reader:
+        assert await join(("w-a", "w-b"), reader) == {"w-a": 0, "w-b": 1}
+        assert await join(("w-b", "w-a"), reader) == {"w-b": 0, "w-a": 1}
+    client.close()
+
+
 async def test_comes_back_after_the_store_was_killed_and_restarted_empty(tmp_path: Path) -> None:
     """RB-097, RB-116: also when the store was not there at the start."""
     chain = make_chain(1, 8)
