@@ -377,7 +377,8 @@ class Conductor:
         progress.num_retries += 1
         progress.failed.add(leg.worker_id)
         self._hooks.retried(progress.call, code)
-        log.info(
+        # A retry saved the request, but not the time: an operator should know of the worker.
+        log.warning(
             "router.retry",
             request_id=progress.call.request_id,
             worker=leg.worker_id,
