@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+MAX_BLOCKS = 4096  # 1.4 GiB a pool, and there are five of them
+
 app = typer.Typer(help="Measure a cluster on this machine.", no_args_is_help=True)
 
 
@@ -48,4 +50,29 @@ def engine(
 
     result = run(model, rounds=rounds, threads=threads, seed=seed, with_transformers=transformers)
     typer.echo(result.to_json())
+    return result.exit_code
+
+
+@app.command("handoff")
+def handoff(
+    blocks: Annotated[str, typer.Option(help="Numbers of blocks, with commas.")] = "1,16,64,1024",
+    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")] = 0,
+    json_: Annotated[
+        bool, typer.Option("--json/--table", help="One JSON object, or the bars to read.")
+    ] = True,
+) -> int:
+    """KV from process to process on every plane, beside memcpy of the same blocks."""
+    numbers = [part.strip() for part in blocks.split(",")]
+    if not all(part.isdigit() and 0 < int(part) <= MAX_BLOCKS for part in numbers):
+        raise typer.BadParameter(f"numbers from 1 to {MAX_BLOCKS}, with commas")
+    from services.bench.handoff import run
+
+    result = run([int(part) for part in numbers], rounds=rounds, seed=seed)
+    if json_:
+        typer.echo(result.to_json())
+    else:
+        for bar in result.bars:
+            verdict = "pass" if bar.is_met else "FAIL"
+            typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
     return result.exit_code

@@ -1,0 +1,273 @@
+"""`isthmus bench handoff`: KV blocks from one process to another, beside memcpy of the same blocks.
+
+Two ends without engines: the source in a process of its own, the sink in this one. In every round
+each arm runs between two copies of the same scattered blocks within this process; figures are
+medians over rounds, bars are medians of the ratios within rounds, so that a slow moment of the
+machine hits both sides. Two times are taken of every handoff:
+
+* whole: OPEN to ready, of a prompt that is already sealed;
+* doorbell: sealed at the source to ready at the sink, of a transfer that is already open. On a
+  layer-major source the blocks are first gathered into whole ones, by the source, in this time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zmq.auth
+
+from services.bench.handoff_sink import TimedSink
+from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
+from services.bench.result import Bar, BenchResult
+from services.kv.memory import KvPoolMemory
+from services.transfer.config import TransferConfig
+
+BLOCKS = (1, 16, 64, 1024)
+SPARE_BLOCKS = 64  # so that the blocks used are never all of a pool
+CHECK_BLOCKS = 16
+NO_VERIFY = "sampled:1000000"
+VERIFY_SAMPLED = "sampled:16"
+MANY_BLOCKS = 256  # from here on a quarter of the rounds is enough to wait for
+MIN_ROUNDS = 3
+MEMFD_BARS = {64: 0.80, 1024: 0.88}
+ZMQ_BAR = 0.18
+CURVE_BAR = 0.06
+BAR_BLOCKS = 64  # where the zmq bars are taken
+MAX_SENDER_SHARE = 0.05  # of the time memcpy takes: "no CPU", with the control messages
+OTHERS = {"nixl": "nixl", "mooncake": "mooncake"}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to hand off."""
+
+    name: str
+    source: str  # which source's process; arms of one plane share it
+    verify: str
+    is_layer_major: bool = False
+
+
+ARMS = (
+    Arm("memfd", "memfd", NO_VERIFY),
+    Arm("memfd_sampled", "memfd", VERIFY_SAMPLED),
+    Arm("memfd_always", "memfd", "always"),
+    Arm("memfd_layer_major", "memfd", NO_VERIFY, is_layer_major=True),
+    Arm("zmq", "zmq", "always"),
+    Arm("zmq_layer_major", "zmq", "always", is_layer_major=True),
+    Arm("curve", "curve", "always"),
+    Arm("curve_layer_major", "curve", "always", is_layer_major=True),
+)
+
+
+@dataclass(slots=True)
+class Series:
+    """All rounds of one arm and one number of blocks; seconds."""
+
+    whole: list[float] = field(default_factory=list)
+    doorbell: list[float] = field(default_factory=list)
+    memcpy: list[float] = field(default_factory=list)  # beside each doorbell
+    sender_cpu: float = 0.0  # of all handoffs together
+    num_handoffs: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How near to memcpy the doorbell time comes: median over rounds."""
+        pairs = zip(self.memcpy, self.doorbell, strict=True)
+        return statistics.median(copy / bell for copy, bell in pairs)
+
+
+Measured = dict[tuple[str, int], Series]
+
+
+def run(blocks: Sequence[int] = BLOCKS, *, rounds: int, seed: int) -> BenchResult:
+    """Measure every arm at every number of blocks."""
+    with ExitStack() as stack:
+        bench = _Bench(stack, max(blocks), seed)
+        num_wrong = bench.count_wrong(min(CHECK_BLOCKS, max(blocks)))
+        measured: Measured = {}
+        for num_blocks in blocks:
+            bench.measure(measured, num_blocks, rounds_of(num_blocks, rounds))
+        num_wrong += bench.count_wrong(min(CHECK_BLOCKS, max(blocks)))
+    return result_of(measured, num_wrong=num_wrong)
+
+
+def rounds_of(num_blocks: int, rounds: int) -> int:
+    """Fewer rounds of long handoffs."""
+    return rounds if num_blocks < MANY_BLOCKS else max(MIN_ROUNDS, rounds // 4)
+
+
+class _Bench:
+    """The processes, the sinks, and the blocks that memcpy copies."""
+
+    def __init__(self, stack: ExitStack, max_blocks: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._num_blocks = max_blocks + SPARE_BLOCKS
+        self._sources_ids = _scattered(rng, self._num_blocks, max_blocks)
+        self._dest_ids = _scattered(rng, self._num_blocks, max_blocks)
+        self._memory = KvPoolMemory.create(LAYOUT, self._num_blocks)
+        # What memcpy reads: memory of the same kind as a peer's pool, written once.
+        self._reference = KvPoolMemory.create(LAYOUT, self._num_blocks)
+        self._memory.blocks[:] = 1
+        self._reference.blocks[:] = 2
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-bench-")))
+        zmq.auth.create_certificates(directory, "cluster")
+        self._key_file = str(directory / "cluster.key_secret")
+        self._sources = {
+            name: stack.enter_context(SourceProcess(self._settings(name, directory, seed + i)))
+            for i, name in enumerate(("memfd", "zmq", "curve"))
+        }
+        self._sinks: dict[str, TimedSink] = {}
+        for i, arm in enumerate(ARMS):
+            sink = TimedSink(
+                f"sink-{arm.name}", os.getpid() + i, self._memory, self._dest_ids, self._config(arm)
+            )
+            sink.start()
+            stack.callback(sink.stop)
+            self._sinks[arm.name] = sink
+
+    def count_wrong(self, num_blocks: int) -> int:
+        """Check what arrives, on every arm; the first call makes the connections too."""
+        wrong = 0
+        for arm in ARMS:
+            sink = self._sinks[arm.name]
+            wrong += sink.count_wrong(self._sources[arm.source], num_blocks)
+            assert sink.plane() == _plane_of(arm.source), "the plane was not the one asked for"
+        return wrong
+
+    def measure(self, measured: Measured, num_blocks: int, rounds: int) -> None:
+        """Measure every arm at one number of blocks; the first round only warms up."""
+        for arm in ARMS:
+            self._round(arm, num_blocks, Series())
+        for _ in range(rounds):
+            for arm in ARMS:
+                series = measured.setdefault((arm.name, num_blocks), Series())
+                self._round(arm, num_blocks, series)
+
+    def _round(self, arm: Arm, num_blocks: int, series: Series) -> None:
+        sink, source = self._sinks[arm.name], self._sources[arm.source]
+        cpu_before = source.cpu_s()
+        if not arm.is_layer_major:  # packing comes before sealing: the whole is the same
+            series.whole.append(sink.whole(source, num_blocks).seconds)
+            series.num_handoffs += 1
+        before = self._memcpy_s(num_blocks)
+        series.doorbell.append(sink.doorbell(source, num_blocks, pack=arm.is_layer_major).seconds)
+        series.num_handoffs += 1
+        series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
+        series.sender_cpu += source.cpu_s() - cpu_before
+
+    def _memcpy_s(self, num_blocks: int) -> float:
+        copyto, to, come = np.copyto, self._memory.blocks, self._reference.blocks
+        pairs = list(zip(self._dest_ids[:num_blocks], self._sources_ids, strict=False))
+        started = time.monotonic()
+        for dest, source in pairs:
+            copyto(to[dest], come[source])
+        return time.monotonic() - started
+
+    def _settings(self, name: str, directory: Path, seed: int) -> SourceSettings:
+        return SourceSettings(
+            worker_id=f"source-{name}",
+            runtime_dir=str(directory),
+            planes=(_plane_of(name),),
+            num_blocks=self._num_blocks,
+            block_ids=self._sources_ids,
+            seed=seed,
+            curve_key_file=self._key_file if name == "curve" else None,
+        )
+
+    def _config(self, arm: Arm) -> TransferConfig:
+        return TransferConfig(
+            planes=(_plane_of(arm.source),),
+            verify_digest=arm.verify,
+            curve_key_file=self._key_file if arm.source == "curve" else None,
+        )
+
+
+def _plane_of(source: str) -> str:
+    return "memfd" if source == "memfd" else "zmq"
+
+
+def _scattered(rng: np.random.Generator, num_blocks: int, count: int) -> tuple[int, ...]:
+    return tuple(int(i) for i in rng.permutation(num_blocks)[:count])
+
+
+# ---- from rounds to a result --------------------------------------------------------------------
+
+
+def result_of(measured: Measured, *, num_wrong: int) -> BenchResult:
+    """Medians, percentiles, and bars on ratios within rounds."""
+    result = BenchResult("handoff")
+    result.figures["block_kib"] = LAYOUT.block_bytes // 1024
+    for (name, num_blocks), series in measured.items():
+        _add(result, name, num_blocks, series)
+    _add_verification(result, measured)
+    result.bars += _bars(measured)
+    result.bars.append(Bar("blocks with other content than announced", num_wrong, 0, "=="))
+    for name, module in OTHERS.items():
+        is_there = importlib.util.find_spec(module) is not None
+        reason = "no driver for it here" if is_there else "not installed"
+        result.reference[name] = f"skipped: {reason}"
+    return result
+
+
+def _add(result: BenchResult, name: str, num_blocks: int, series: Series) -> None:
+    size_gb = num_blocks * LAYOUT.block_bytes / 1e9
+    prefix, figures = f"{name}_{num_blocks}", result.figures
+    for kind, times in (("whole", series.whole), ("doorbell", series.doorbell)):
+        if times:
+            figures[f"{prefix}_{kind}_gb_s"] = _round(size_gb / statistics.median(times))
+            figures[f"{prefix}_{kind}_p50_ms"] = _round(statistics.median(times) * 1e3)
+            figures[f"{prefix}_{kind}_p99_ms"] = _round(percentile(times, 0.99) * 1e3)
+    figures[f"{prefix}_rounds"] = len(series.doorbell)
+    figures[f"{prefix}_to_memcpy"] = _round(series.ratio)
+    figures[f"{prefix}_sender_cpu_s_per_gb"] = _round(_cpu_per_gb(series, num_blocks))
+    result.reference[f"{prefix}_memcpy_gb_s"] = _round(size_gb / statistics.median(series.memcpy))
+
+
+def _add_verification(result: BenchResult, measured: Measured) -> None:
+    """What checking every digest adds to a block over memfd."""
+    for (name, num_blocks), series in measured.items():
+        plain = measured.get(("memfd", num_blocks))
+        if name == "memfd_always" and plain is not None:
+            extra = [a - b for a, b in zip(series.doorbell, plain.doorbell, strict=True)]
+            per_block_us = statistics.median(extra) / num_blocks * 1e6
+            result.figures[f"memfd_{num_blocks}_verify_us_per_block"] = _round(per_block_us)
+
+
+def _bars(measured: Measured) -> list[Bar]:
+    bars: list[Bar] = []
+    for (name, num_blocks), series in measured.items():
+        if name == "memfd" and num_blocks in MEMFD_BARS:
+            text = f"memfd with doorbell, {num_blocks} blocks / memcpy"
+            bars.append(Bar(text, _round(series.ratio), MEMFD_BARS[num_blocks], ">="))
+            share = series.sender_cpu / series.num_handoffs / statistics.median(series.memcpy)
+            text = f"sender CPU on memfd, {num_blocks} blocks / time of memcpy"
+            if num_blocks >= MANY_BLOCKS:
+                bars.append(Bar(text, _round(share), MAX_SENDER_SHARE, "<="))
+        if name in ("zmq", "curve") and num_blocks == BAR_BLOCKS:
+            bar = ZMQ_BAR if name == "zmq" else CURVE_BAR
+            text = f"{name}, {num_blocks} blocks / memcpy"
+            bars.append(Bar(text, _round(series.ratio), bar, ">="))
+    return bars
+
+
+def _cpu_per_gb(series: Series, num_blocks: int) -> float:
+    return series.sender_cpu / (series.num_handoffs * num_blocks * LAYOUT.block_bytes / 1e9)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest rank: a value that was measured, the largest one when there are few."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _round(value: float) -> float:
+    return round(value, 4)

@@ -1,0 +1,302 @@
+"""The prefill end of the handoff benchmark as a process: a source with a pool, and no engine.
+
+Driven by lines of JSON on its input. Blocks are written and sealed once at the start, so a
+measured handoff costs what the transfer layer costs and no digest of sealing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.clock import SystemClock
+from services.common.ids import BlockHash, BlockId
+from services.kv.digest import block_digests
+from services.kv.layout import KvIdentity, KvLayout
+from services.kv.memory import KvPoolMemory
+from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent
+from services.transfer.config import TransferConfig
+from services.transfer.end_parts import EndParts, ListenAt
+from services.transfer.source import TransferSource
+
+START_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 4.0
+
+LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype="bfloat16")  # SmolLM2-135M
+IDENTITY = KvIdentity(
+    model="bench",
+    revision="1",
+    weights_digest="none",
+    num_layers=LAYOUT.num_layers,
+    num_kv_heads=LAYOUT.num_kv_heads,
+    head_dim=LAYOUT.head_dim,
+    rope="none",
+    tokenizer_digest="none",
+    hash_scheme="isthmus/1",
+)
+
+
+class SourceFailed(Exception):
+    """The source's process ended or said something else than asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """What one source's process is started with."""
+
+    worker_id: str
+    runtime_dir: str
+    planes: tuple[str, ...]
+    num_blocks: int
+    block_ids: tuple[int, ...]  # scattered; a handoff of n blocks sends the first n
+    seed: int
+    curve_key_file: str | None = None
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        raw = json.loads(text)
+        raw["planes"], raw["block_ids"] = tuple(raw["planes"]), tuple(raw["block_ids"])
+        return cls(**raw)
+
+
+def offer_of(key: str, num_blocks: int) -> Offer:
+    """The offer of a prompt that fills its last block."""
+    hashes = tuple(BlockHash(i.to_bytes(16, "big")) for i in range(num_blocks))
+    return Offer(key, key, num_blocks * LAYOUT.block_size, hashes, "bench")
+
+
+# ---- the parent's handle ------------------------------------------------------------------------
+
+
+class SourceProcess:
+    """Starts on entry, stops on exit."""
+
+    def __init__(self, settings: SourceSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        """Start the process and wait until its blocks are written."""
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "services.bench.handoff_source", self._settings.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            cwd=Path(__file__).resolve().parents[2],
+            text=True,
+        )
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="bench-source-answers", daemon=True).start()
+        try:
+            self._answer(START_TIMEOUT_S)
+        except SourceFailed:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the process; kill it if it does not."""
+        self._end()
+
+    def offer(self, key: str, num_blocks: int, *, at_once: bool) -> bytes:
+        """Offer; with `at_once` everything is sealed and final before the ticket comes back."""
+        answer = self._ask("offer", key=key, num_blocks=num_blocks, at_once=at_once)
+        return bytes.fromhex(answer["ticket"])
+
+    def ring(self, key: str, *, pack: bool) -> None:
+        """Have it announce everything now; nothing is answered, so that nothing disturbs."""
+        self._tell("ring", key=key, pack=pack)
+
+    def rung_at(self, key: str) -> float:
+        """When `ring` began, on the machine's monotonic clock, which all processes share."""
+        return float(self._ask("rung_at", key=key)["now"])
+
+    def wait_released(self, key: str) -> str:
+        """Wait until the blocks are back; return the outcome."""
+        return str(self._ask("released", key=key)["outcome"])
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all threads but the one that answers."""
+        return float(self._ask("cpu", key="")["cpu_s"])
+
+    def _tell(self, command: str, **arguments: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise SourceFailed("the source's process has ended") from error
+
+    def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        self._tell(command, **arguments)
+        return self._answer(STEP_TIMEOUT_S)
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise SourceFailed(f"no answer within {timeout_s:g} s") from None
+        if not line:
+            raise SourceFailed("the source's process has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+            process.wait(2 * STOP_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+        self._process = None
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+class _Prefill:
+    """A source, its pool, and a layer-major twin of the blocks to pack from."""
+
+    def __init__(self, settings: SourceSettings) -> None:
+        self._block_ids = [BlockId(i) for i in settings.block_ids]
+        self._memory = KvPoolMemory.create(LAYOUT, settings.num_blocks)
+        self._layer_major: npt.NDArray[np.uint8] | None = None
+        self._write_blocks(settings.seed)
+        config = TransferConfig(planes=settings.planes, curve_key_file=settings.curve_key_file)
+        clock = SystemClock()
+        parts = EndParts(self._memory, IDENTITY, settings.worker_id, os.getpid(), clock, config)
+        self._source = TransferSource(parts, ListenAt("127.0.0.1", Path(settings.runtime_dir)))
+        self._released: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._num_blocks: dict[str, int] = {}
+        self._rung: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Start the source's thread."""
+        self._source.start(self._on_event)
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._source.stop(STOP_TIMEOUT_S)
+
+    def answer(self, ask: dict[str, Any]) -> dict[str, Any] | None:
+        """Do what one line asks for."""
+        command, key = ask["command"], ask["key"]
+        if command == "offer":
+            ticket = self._source.offer(offer_of(key, ask["num_blocks"]))
+            self._num_blocks[key] = ask["num_blocks"]
+            if ask["at_once"]:
+                self._announce(key)
+            return {"ticket": ticket.hex()}
+        if command == "ring":
+            self._rung[key] = time.monotonic()
+            if ask["pack"]:
+                self._pack(self._block_ids[: self._num_blocks[key]])
+            self._announce(key)
+            return None
+        if command == "rung_at":
+            return {"now": self._rung.pop(key)}
+        if command == "cpu":
+            return {"cpu_s": time.process_time() - time.thread_time()}
+        return {"outcome": self._wait_released(key)}
+
+    def _announce(self, key: str) -> None:
+        num_blocks = self._num_blocks.pop(key)
+        self._source.blocks_sealed(key, 0, self._block_ids[:num_blocks])
+        num_tokens = num_blocks * LAYOUT.block_size
+        self._source.prefill_finished(
+            key, FinalInfo((FirstTokenInfo(0, 1),), num_tokens, None, 0, 0)
+        )
+
+    def _write_blocks(self, seed: int) -> None:
+        memory, rng = self._memory, np.random.default_rng(seed)
+        pattern = rng.integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
+        for i, block in enumerate(self._block_ids):
+            memory.gens[block] += 1
+            memory.blocks[block] = pattern
+            memory.blocks[block, :8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)
+            memory.digests[block] = block_digests(LAYOUT, memory.blocks[block])
+            memory.gens[block] += 1
+
+    def _pack(self, blocks: Sequence[BlockId]) -> None:
+        """Gather `[layers][2][block]` regions into whole blocks, one strided copy a block."""
+        regions = LAYOUT.num_layers * 2
+        if self._layer_major is None:
+            rows = self._memory.blocks.reshape(self._memory.num_blocks, regions, -1)
+            self._layer_major = np.ascontiguousarray(rows.transpose(1, 0, 2))
+        memory = self._memory
+        for block in blocks:
+            memory.gens[block] += 1
+            packed = memory.blocks[block].reshape(regions, -1)
+            np.copyto(packed, self._layer_major[:, block])
+            memory.gens[block] += 1
+
+    def _on_event(self, event: SourceEvent) -> None:
+        with self._changed:
+            self._released[event.key] = event.outcome
+            self._changed.notify_all()
+
+    def _wait_released(self, key: str) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._released, STEP_TIMEOUT_S)
+            return self._released.pop(key, "not released")
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    prefill = _Prefill(SourceSettings.from_json(sys.argv[1]))
+    prefill.start()
+    _say({"ready": True})
+    try:
+        for line in sys.stdin:
+            answer = prefill.answer(json.loads(line))
+            if answer is not None:
+                _say(answer)
+    finally:
+        prefill.stop()
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
