@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import exits
+from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
 
 if TYPE_CHECKING:
     import grpc
 
     from services.pb import common_pb2, inference_pb2
 
-_DEFAULT_SERVER = "127.0.0.1:50051"
 _HIDDEN_US = 100  # of a handoff; less is not worth a figure
 
 
@@ -22,15 +22,14 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option(help="Ask once and end; - reads the prompt from stdin.")
     ] = None,
-    server: Annotated[
-        str, typer.Option(envvar="ISTHMUS_SERVER", help="Router's gRPC address.")
-    ] = _DEFAULT_SERVER,
+    server: Server = DEFAULT_SERVER,
     system: Annotated[str, typer.Option(help="System message.")] = "",
     model: Annotated[str, typer.Option(help="Model; empty = the one that is served.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 300.0,
+    api_key: ApiKey = "",
     show_timing: Annotated[
         bool, typer.Option("--show-timing", help="Print every stage, not the summary only.")
     ] = False,
@@ -39,7 +38,8 @@ def chat(
     from services.cli.client import connect
 
     with connect(server) as channel:
-        session = _Session(channel, model, max_tokens, temperature, seed, timeout_s)
+        session = _Session(channel, api_key, timeout_s)
+        session.shape(model, max_tokens, temperature, seed)
         if system:
             session.add("system", system)
         if prompt is not None:
@@ -62,23 +62,22 @@ def _interactive(session: _Session, show_timing: bool) -> int:
 class _Session:
     """The messages so far and how to send them."""
 
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        model: str,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, channel: grpc.Channel, api_key: str, timeout_s: float) -> None:
+        from services.cli.client import credentials
         from services.pb import inference_pb2, inference_pb2_grpc
 
         self._stub = inference_pb2_grpc.InferenceStub(channel)
-        self._request = inference_pb2.GenerateRequest(model=model, max_tokens=max_tokens)
+        self._request = inference_pb2.GenerateRequest()
+        self._metadata = credentials(api_key)
+        self._timeout_s = timeout_s
+
+    def shape(self, model: str, max_tokens: int, temperature: float, seed: int | None) -> None:
+        """Say what every answer is to be like."""
+        self._request.model = model
+        self._request.max_tokens = max_tokens
         self._request.sampling.temperature = temperature
         if seed is not None:
             self._request.sampling.seed = seed
-        self._timeout_s = timeout_s
 
     def add(self, role: str, content: str) -> None:
         """Append a message."""
@@ -86,27 +85,29 @@ class _Session:
 
     def ask(self, text: str, show_timing: bool) -> int:
         """Send the conversation, print the answer as it comes, then where it ran."""
-        import os
-
         import grpc
 
-        from services.cli.client import credentials, explain_rpc_error
+        from services.cli.client import explain_rpc_error
+        from services.common.clock import SystemClock
 
         self.add("user", text)
+        clock = SystemClock()
+        started = clock.now()
         parts: list[str] = []
         last: inference_pb2.GenerateFrame | None = None
         try:
             for frame in self._stub.Generate(
-                self._request,
-                timeout=self._timeout_s,
-                metadata=credentials(os.environ.get("ISTHMUS_API_KEY", "")),
+                self._request, timeout=self._timeout_s, metadata=self._metadata
             ):
                 parts.append(frame.text)
                 sys.stdout.write(frame.text)
                 sys.stdout.flush()
                 last = frame
         except grpc.RpcError as error:
-            typer.echo(f"\nisthmus: {explain_rpc_error(error)}", err=True)
+            waited_s = clock.now() - started
+            why = explain_rpc_error(error, self._timeout_s, waited_s)
+            # What was printed of the answer ends without a newline.
+            typer.echo(("\n" if parts else "") + f"isthmus: {why}", err=True)
             del self._request.chat.messages[-1]
             return exits.FAILED
         typer.echo()

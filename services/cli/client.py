@@ -9,14 +9,18 @@ import grpc
 import typer
 
 from services.cli import exits
+from services.cli.router_options import KEY_VARIABLE
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_MESSAGE_BYTES = 16 << 20
+_DEADLINE_SLACK_S = 0.5  # the server knows our deadline and may act on it a little before us
+_TRAILER_CODE = "isthmus-code"
 
 
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[grpc.Channel]:
     """Open a channel that is known to work; a silent address ends the command."""
+    _check_address(address)
     options = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
     channel = grpc.insecure_channel(address, options=options)
     try:
@@ -30,14 +34,45 @@ def connect(address: str) -> Iterator[grpc.Channel]:
         channel.close()
 
 
+def _check_address(address: str) -> None:
+    """Refuse an URL: gRPC would take its scheme for the name of a resolver and wait in vain."""
+    if "://" in address:
+        typer.echo(
+            "isthmus: --server wants the gRPC address HOST:PORT, without a scheme"
+            " (not the address of the OpenAI API)",
+            err=True,
+        )
+        raise typer.Exit(exits.USAGE)
+
+
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
     """Metadata that carries the key."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def explain_rpc_error(error: grpc.RpcError) -> str:
-    """Status and details of a failed call."""
-    code = error.code() if isinstance(error, grpc.Call) else None
-    details = error.details() if isinstance(error, grpc.Call) else str(error)
-    name = code.name if code is not None else "UNKNOWN"
-    return f"{name}: {details or 'no details'}"
+def explain_rpc_error(error: grpc.RpcError, timeout_s: float, waited_s: float) -> str:
+    """Say why a call failed and what to do about it.
+
+    Args:
+        error: as the call raised it.
+        timeout_s: the deadline the call was given.
+        waited_s: how long the call has taken; a server's own limit may be shorter.
+    """
+    if not isinstance(error, grpc.Call):
+        return f"UNKNOWN: {error}"
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and waited_s >= timeout_s - _DEADLINE_SLACK_S:
+        return f"no full answer within {timeout_s:g} s"
+    details = error.details() or "no details"
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        details += f" (set {KEY_VARIABLE})"
+    # Details of our own servers begin with a code of the error table, which says more.
+    return details if _has_own_code(error, details) else f"{code.name}: {details}"
+
+
+def _has_own_code(error: grpc.Call, details: str) -> bool:
+    trailers = error.trailing_metadata() or ()
+    return any(
+        key == _TRAILER_CODE and isinstance(value, str) and details.startswith(f"{value}: ")
+        for key, value in trailers
+    )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from services.cli import exits, settings
+from services.cli.router_options import KEY_VARIABLE
 
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 
@@ -32,6 +33,11 @@ def new(
     key, record = create_key(_path(file, config), tenant, label, SystemClock().unix_ms())
     typer.echo(key)
     typer.echo(f"id {record.key_id}, tenant {record.tenant}", err=True)
+    typer.echo(
+        f"isthmus chat and status read it from {KEY_VARIABLE}; other clients send "
+        "authorization: Bearer <key>",
+        err=True,
+    )
     return exits.OK
 
 

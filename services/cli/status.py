@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from services.cli import exits
+from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
 
 if TYPE_CHECKING:
     from services.pb import admin_pb2, worker_pb2
 
-_DEFAULT_SERVER = "127.0.0.1:50051"
 _RPC_TIMEOUT_S = 3.0
 
 
 def status(
-    server: Annotated[
-        str, typer.Option(envvar="ISTHMUS_SERVER", help="Router's gRPC address.")
-    ] = _DEFAULT_SERVER,
+    server: Server = DEFAULT_SERVER,
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show the cluster: workers, their state, load, KV blocks and the planes in use."""
     import grpc
 
     from services.cli.client import connect, credentials, explain_rpc_error
+    from services.common.clock import SystemClock
     from services.pb import admin_pb2, admin_pb2_grpc
 
+    clock = SystemClock()
     with connect(server) as channel:
+        started = clock.now()
         try:
             cluster = admin_pb2_grpc.AdminStub(channel).ClusterStatus(
                 admin_pb2.ClusterStatusRequest(),
                 timeout=_RPC_TIMEOUT_S,
-                metadata=credentials(os.environ.get("ISTHMUS_API_KEY", "")),
+                metadata=credentials(api_key),
             )
         except grpc.RpcError as error:
-            typer.echo(f"isthmus: {explain_rpc_error(error)}", err=True)
+            why = explain_rpc_error(error, _RPC_TIMEOUT_S, clock.now() - started)
+            typer.echo(f"isthmus: {why}", err=True)
             return exits.FAILED
     own = {view.worker_id: _ask_worker(view.address) for view in cluster.workers}
     if as_json:

@@ -1,0 +1,25 @@
+"""Flags of the commands that talk to a running router."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+KEY_VARIABLE = "ISTHMUS_API_KEY"
+
+Server = Annotated[
+    str,
+    typer.Option(
+        envvar="ISTHMUS_SERVER", help="Router's gRPC address, HOST:PORT without a scheme."
+    ),
+]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar=KEY_VARIABLE,
+        help="API key, if the router has a keys file. Prefer the variable: flags are visible "
+        "to other users.",
+    ),
+]
