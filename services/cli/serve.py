@@ -120,8 +120,9 @@ def worker(
 
     apply_threads(os.environ, loaded.worker.threads)  # before the next line loads torch
     from services.worker.main import run_worker
+    from services.worker.model_backend import load_model_backend
 
-    return run_worker(loaded)
+    return run_worker(loaded, load_model_backend)
 
 
 def _set_up_logs(config: IsthmusConfig, static: dict[str, object]) -> None:

@@ -134,6 +134,12 @@ class TransferSettings(Section):
         public=True,
         pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
     )
+    zmq_port: int = setting(
+        0, "port peers connect to, on worker.bind_host; 0 = any free", ge=0, le=65_535
+    )
+    zmq_advertise: str = setting(
+        "", "host:port peers reach zmq_port by; empty = the bound one", public=True
+    )
     max_open: int = setting(256, "transfers open at once per side", unit="transfers", gt=0)
     curve_key_file: str = setting(
         "", "CURVE key pair shared by the workers of one cluster, a file", public=True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.clock import Clock
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
+from services.runtime.fault_points import FaultPoints
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.handshake import LocalEnd, host_id
 
@@ -23,6 +24,7 @@ class EndParts:
     incarnation: int
     clock: Clock
     config: TransferConfig
+    faults: FaultPoints = field(default_factory=FaultPoints)
 
     @property
     def layout(self) -> KvLayout:
@@ -49,3 +51,4 @@ class ListenAt:
     host: str
     runtime_dir: Path  # of the socket that hands out the pool
     advertise: str | None = None  # "host:port" of tickets, where it is not the bound one
+    port: int = 0  # 0 = any free

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from services.common.clock import Clock
 from services.kv.layout import KvLayout
-from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.block_writer import BlockWriter
-from services.transfer.config import TransferConfig
 from services.transfer.counters import SinkCounters
 from services.transfer.credit import CreditRound
+from services.transfer.end_parts import EndParts
 from services.transfer.peer_link import PeerLink
 from services.transfer.receive import Receive
 from services.transfer.receive_table import ReceiveTable
@@ -34,20 +32,20 @@ class Intake:
 
     def __init__(
         self,
-        memory: KvPoolMemory,
-        config: TransferConfig,
-        clock: Clock,
+        parts: EndParts,
         counters: SinkCounters,
         receives: ReceiveTable,
         apply: Apply,
     ) -> None:
-        self._layout: KvLayout = memory.layout
+        config = parts.config
+        self._layout: KvLayout = parts.layout
         self._config = config
-        self._clock = clock
+        self._clock = parts.clock
+        self._faults = parts.faults
         self._counters = counters
         self._receives = receives
         self._apply = apply
-        self._writer = BlockWriter(memory, memory.layout, config.digest_sampling)
+        self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling)
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
 
@@ -135,6 +133,7 @@ class Intake:
                 receive.send(MessageType.PULLED, body)
 
     def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
+        self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         if wrong is None:
             self._counters.blocks += 1
         else:

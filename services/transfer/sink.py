@@ -51,6 +51,7 @@ class TransferSink:
         self._layout = layout
         self._identity = parts.identity
         self._clock = clock
+        self._faults = parts.faults
         self._config = config
         self._policy = ReceiverPolicy(
             block_bytes=layout.block_bytes,
@@ -76,9 +77,7 @@ class TransferSink:
         keys = load_curve_keys(config)
         base = peer_base(parts.worker_id, parts.incarnation)
         self._receives = ReceiveTable()
-        self._intake = Intake(
-            parts.memory, config, clock, self.counters, self._receives, self._apply
-        )
+        self._intake = Intake(parts, self.counters, self._receives, self._apply)
         link_parts = LinkParts(
             self._context, parts.local_end(), config, keys, self._poller, self._timers, clock
         )
@@ -263,6 +262,7 @@ class TransferSink:
         receive = self._receives.by_key(key)
         if receive is None:
             return  # ended meanwhile; SinkReleased was sent
+        self._faults.hit("before_pull")
         blocks = [block for block in (*ids, tail_block) if block is not None]
         if any(not 0 <= block < self._memory.num_blocks for block in blocks):
             log.error("transfer.engine_fault", request_id=receive.ticket.request_id)
@@ -401,6 +401,7 @@ class TransferSink:
         machine = receive.machine
         for action in actions:
             if isinstance(action, receiver.Deliver):
+                self._faults.hit("before_done")
                 self._deliver(receive, action)
             elif isinstance(action, receiver.Fail):
                 self._fail(receive, action)
@@ -413,6 +414,8 @@ class TransferSink:
                 self._intake.queue(receive)
             else:
                 receive.send(*receive.message(action))
+                if isinstance(action, receiver.SendDone):
+                    self._faults.hit("after_done")
         if receive.published_state is not machine.state:
             receive.published_state = machine.state
             self._publish_leases(receive.target)

@@ -49,6 +49,11 @@ log = get_logger(__name__)
 _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
+_POINT_AFTER: dict[type[SenderAction], str] = {
+    sender.SendOpened: "after_open",
+    sender.SendReady: "after_ready",
+    sender.SendFinal: "after_final",
+}
 
 
 class TransferSource:
@@ -65,6 +70,7 @@ class TransferSource:
         self._incarnation = parts.incarnation
         self._listen = listen
         self._clock = parts.clock
+        self._faults = parts.faults
         self._config = config
         self._keys = load_curve_keys(config)
         self._signer = TicketSigner()
@@ -96,7 +102,7 @@ class TransferSource:
         """Bind and start the thread."""
         self._on_event = on_event
         host = self._listen.host
-        port = RouterPort(host, self._incarnation, self._config, self._keys)
+        port = RouterPort(host, self._incarnation, self._config, self._keys, self._listen.port)
         self._port = port
         self.port = port.port
         bound = f"[{host}]:{port.port}" if ":" in host else f"{host}:{port.port}"
@@ -250,6 +256,7 @@ class TransferSource:
         self._offers.add(offered)
         self.counters.offers += 1
         self._timers.at_latest(xfer_id, machine.next_deadline())
+        self._faults.hit("after_ticket")
 
     def _sealed(self, key: str, lo: int, block_ids: tuple[BlockId, ...]) -> None:
         offered = self._offers.by_key(key)
@@ -272,6 +279,7 @@ class TransferSource:
         offered = self._offers.by_key(key)
         if offered is None:
             return
+        self._faults.hit("before_final")
         gen = digest = 0
         try:
             if final.num_tokens != offered.offer.num_tokens:
@@ -386,6 +394,7 @@ class TransferSource:
             self._peer_lost(out.peer.base)
         else:
             self._pump.flying(out.peer.base, machine.xfer_id, sent)
+            self._faults.hit("mid_data")
 
     # ---- sockets ------------------------------------------------------------------------------
 
@@ -555,6 +564,9 @@ class TransferSource:
             self._note_reject(action.peer, action.code, action.detail)
         for kind, body in offered.messages(action):
             self._send(action.peer, kind, body, offered.machine.xfer_id, action.attempt)
+        point = _POINT_AFTER.get(type(action))
+        if point is not None:
+            self._faults.hit(point)
 
     def _reject(
         self,

@@ -138,6 +138,16 @@ class Poller:
         return {handle for handle, _ in self._poller.poll(timeout_ms)}
 
 
+def _bind(socket: zmq.Socket[bytes], address: str, port: int) -> int:
+    if port == 0:
+        return socket.bind_to_random_port(address)
+    try:
+        socket.bind(f"{address}:{port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen on {address}:{port} (transfer.zmq_port)") from error
+    return port
+
+
 def _handles(source: RouterPort | DealerLink | int) -> tuple[zmq.Socket[bytes] | int, ...]:
     if isinstance(source, int):
         return (source,)
@@ -148,8 +158,14 @@ class RouterPort:
     """The bound socket of a source."""
 
     def __init__(
-        self, host: str, incarnation: int, config: TransferConfig, keys: CurveKeys | None
+        self,
+        host: str,
+        incarnation: int,
+        config: TransferConfig,
+        keys: CurveKeys | None,
+        port: int = 0,
     ) -> None:
+        """Bind; port 0 is any free one. ConfigError if a port asked for by number is taken."""
         self._incarnation = incarnation
         self._context = zmq.Context()
         self._auth = _start_authenticator(self._context, keys)
@@ -169,7 +185,7 @@ class RouterPort:
             self._socket.curve_publickey = keys.public
             self._socket.curve_server = True
         wrapped = f"[{host.strip('[]')}]" if ":" in host else host
-        self.port = self._socket.bind_to_random_port(f"tcp://{wrapped}")
+        self.port = _bind(self._socket, f"tcp://{wrapped}", port)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import grpc
 import psutil
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kernels import dispatch
 from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
@@ -25,23 +23,20 @@ from services.decode.admission import AdmissionLimits
 from services.engine.api import CacheDelta
 from services.engine.config import EngineConfig
 from services.engine.loop import EngineLoop
-from services.engine.runner import KvStore, Runner
 from services.engine.scheduler import Scheduler
 from services.kv.block_pool import BlockPool
 from services.kv.hashing import HASH_SCHEME, check_reference_vector
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
-from services.models.base import Model
 from services.models.catalog import resolve
-from services.models.load import load_model
 from services.models.resolved import identity as kv_identity
 from services.pb import worker_pb2_grpc
 from services.registry.base import WorkerInfo
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.schema import namespace_of
+from services.runtime.fault_points import FaultPoints
 from services.runtime.run import Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
-from services.runtime.threads import available_cores
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
@@ -50,6 +45,7 @@ from services.transfer.config import TransferConfig
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
+from services.worker.backend import Backend, LoadBackend
 from services.worker.convert import load_report
 from services.worker.intake import WorkerIdentity
 from services.worker.memory_plan import MemoryPlan, plan_memory
@@ -96,9 +92,9 @@ class Parts:
     totals: tuple[Total, ...]
 
 
-def run_worker(config: IsthmusConfig) -> int:
+def run_worker(config: IsthmusConfig, load_backend: LoadBackend) -> int:
     """Run until a signal; return the exit status. Configuration errors raise ConfigError."""
-    worker = _Worker(config, SystemClock())
+    worker = _Worker(config, load_backend, SystemClock())
     try:
         return run_service(
             Phases(worker.start, worker.drain, worker.stop, worker.failed),
@@ -111,8 +107,9 @@ def run_worker(config: IsthmusConfig) -> int:
 class _Worker:
     """The phases of one worker process."""
 
-    def __init__(self, config: IsthmusConfig, clock: Clock) -> None:
+    def __init__(self, config: IsthmusConfig, load_backend: LoadBackend, clock: Clock) -> None:
         self._config = config
+        self._load_backend = load_backend
         self._clock = clock
         self._runtime: RuntimeDir | None = None
         self._parts: Parts | None = None
@@ -171,19 +168,16 @@ class _Worker:
     def _build(self, port: int) -> Parts:
         config, settings = self._config, self._config.worker
         check_reference_vector()
-        threads = settings.threads or available_cores()
-        torch.set_num_threads(threads)
-        dispatch.set_num_threads(threads)
         cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else None
         model_dir = resolve(config.model.name, cache_dir)
-        model = load_model(model_dir, device=settings.device, dtype=settings.dtype)
+        backend = self._load_backend(config, model_dir)
         worker_id = WorkerId(settings.worker_id or f"{settings.role}-{os.getpid()}")
         incarnation = new_incarnation()
-        return self._assemble(model, model_dir, worker_id, incarnation, port)
+        return self._assemble(backend, model_dir, worker_id, incarnation, port)
 
     def _assemble(
         self,
-        model: Model,
+        backend: Backend,
         model_dir: Path,
         worker_id: WorkerId,
         incarnation: Incarnation,
@@ -212,13 +206,12 @@ class _Worker:
             prefill_weight=prefill,
             decode_weight=decode,
         )
-        store = KvStore(memory, model.device)
-        runner = Runner(model, store, manifest.eos_token_ids)
+        content, executor = backend.attach(memory, manifest)
         tracing = setup_tracing(self._config.telemetry, service="worker", instance=worker_id)
         metrics = Metrics.enabled()
         engine = EngineLoop(
-            Scheduler(engine_config, pool, store),
-            runner,
+            Scheduler(engine_config, pool, content),
+            executor,
             self._clock,
             lambda plan, result: count_step(metrics, plan, result),
         )
@@ -250,7 +243,7 @@ class _Worker:
         shell.slot_gens = lambda: lease.slot_gens
         status = StaticStatus(
             device=settings.device,
-            kernel_path=dispatch.describe(model.device),
+            kernel_path=backend.kernel_path,
             verify_digest=self._config.transfer.verify_digest,
             slot=lambda: lease.slot or 0,
         )
@@ -292,8 +285,14 @@ class _Worker:
             curve_key_file=settings.curve_key_file or None,
             allow_plaintext_kv=settings.allow_plaintext_kv,
         )
-        parts = EndParts(memory, identity, worker_id, incarnation, self._clock, config)
-        listen = ListenAt(self._config.worker.bind_host, self._runtime_dir())
+        faults = FaultPoints.from_environ(os.environ)
+        parts = EndParts(memory, identity, worker_id, incarnation, self._clock, config, faults)
+        listen = ListenAt(
+            self._config.worker.bind_host,
+            self._runtime_dir(),
+            settings.zmq_advertise or None,
+            settings.zmq_port,
+        )
         return TransferSource(parts, listen), TransferSink(parts)
 
     def _runtime_dir(self) -> Path:

@@ -163,5 +163,5 @@ def test_every_field_says_what_it_is() -> None:
     assert len(docs) > 50
     assert [d.key for d in docs if not d.description] == []
     numbers = [d for d in docs if d.type_name in ("integer", "number")]
-    unitless = {"router.grpc_port", "router.http_port", "worker.grpc_port"}
-    assert {d.key for d in numbers if not d.unit} <= unitless | {"telemetry.sample_ratio"}
+    ports = ("router.grpc_port", "router.http_port", "worker.grpc_port", "transfer.zmq_port")
+    assert {d.key for d in numbers if not d.unit} <= {*ports, "telemetry.sample_ratio"}
