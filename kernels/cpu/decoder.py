@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.launchers import Batch, CpuKernels, KvLayer, batch_view, check, kv_layer
 
 if TYPE_CHECKING:
-    from kernels.ops.decoder import DecoderGeometry, DecoderLayer, StepInputs
+    from kernels.ops.decoder_parts import DecoderGeometry, DecoderLayer, StepInputs
     from kernels.ops.linear import PackedLinear
 
 

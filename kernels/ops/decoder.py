@@ -8,79 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.cpu.decoder import CpuDecoder, fits
 from kernels.ops.activation import silu_mul
 from kernels.ops.attention import paged_attention, write_kv
-from kernels.ops.linear import PackedLinear, linear
+from kernels.ops.decoder_parts import DecoderGeometry, DecoderLayer, StepInputs
+from kernels.ops.linear import linear
 from kernels.ops.norm import add_rms_norm, rms_norm
 from kernels.ops.rope import rope
-
-if TYPE_CHECKING:
-    from kernels.cpu.decoder import CpuDecoder
-
-
-class StepInputs(Protocol):
-    """The index tensors of one step; see `paged_attention` for their meaning."""
-
-    @property
-    def positions(self) -> Tensor:
-        """`[num_tokens]` int64."""
-        ...
-
-    @property
-    def slot_mapping(self) -> Tensor:
-        """`[num_tokens]` int64."""
-        ...
-
-    @property
-    def block_tables(self) -> Tensor:
-        """`[num_seqs, max_blocks]` int32."""
-        ...
-
-    @property
-    def query_starts(self) -> Tensor:
-        """`[num_seqs + 1]` int32."""
-        ...
-
-    @property
-    def context_lens(self) -> Tensor:
-        """`[num_seqs]` int32."""
-        ...
-
-    @property
-    def logit_rows(self) -> Tensor:
-        """`[num_logits]` int64, at most one a token."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """Weights of one layer."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: PackedLinear  # hidden -> (num_heads + 2 * num_kv_heads) * head_dim
-    attn_out: PackedLinear  # num_heads * head_dim -> hidden
-    mlp_norm: Tensor  # [hidden]
-    gate_up: PackedLinear  # hidden -> 2 * intermediate
-    down: PackedLinear  # intermediate -> hidden
-    q_norm: Tensor | None = None  # [head_dim], before rotation
-    k_norm: Tensor | None = None  # [head_dim]; both or neither
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderGeometry:
-    """Numbers that the weights' shapes do not say."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float  # on attention scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +55,8 @@ def pack_decoder(
             raise ValueError(f"layer {index}: its intermediate size is not that of layer 0")
     native = None
     cpu = dispatch.cpu_kernels(final_norm)
-    if cpu is not None:
-        from kernels.cpu.decoder import CpuDecoder, fits
-
-        if fits(layers, (final_norm, rope_table)):
-            native = CpuDecoder(cpu, layers, final_norm, rope_table, geometry)
+    if cpu is not None and fits(layers, (final_norm, rope_table)):
+        native = CpuDecoder(cpu, layers, final_norm, rope_table, geometry)
     return PackedDecoder(tuple(layers), final_norm, rope_table, geometry, native)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops.decoder import DecoderGeometry, DecoderLayer, decoder_step, pack_decoder
+from kernels.ops.decoder import decoder_step, pack_decoder
+from kernels.ops.decoder_parts import DecoderGeometry, DecoderLayer
 from kernels.ops.linear import linear, pack_linear, pack_stacked
 from services.models.base import StepBatch
 from services.models.config import ModelConfig

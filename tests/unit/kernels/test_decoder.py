@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.ops.decoder import (
-    DecoderGeometry,
-    DecoderLayer,
-    PackedDecoder,
-    decoder_step,
-    pack_decoder,
-    step_by_ops,
-)
+from kernels.ops.decoder import PackedDecoder, decoder_step, pack_decoder, step_by_ops
+from kernels.ops.decoder_parts import DecoderGeometry, DecoderLayer
 from kernels.ops.linear import pack_linear
 from kernels.ops.rope import build_rope_table
 from tests.support.paged_batch import make_batch
