@@ -10,13 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.kv.layout import DIGEST_LAYER_GROUPS, KvLayout
-
-
-def layer_bounds(num_layers: int) -> tuple[tuple[int, int], ...]:
-    """Layer ranges [lo, hi) of the digests of one head, in order."""
-    groups = min(DIGEST_LAYER_GROUPS, num_layers)
-    return tuple((g * num_layers // groups, (g + 1) * num_layers // groups) for g in range(groups))
+from services.kv.layout import SCALE_BYTES, KvLayout
 
 
 def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
@@ -27,31 +21,53 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
 
     Returns:
         `[digests_per_block]`: for KV head h and layer group g at `h * num_groups + g`, so the
-        digests of a head range are one slice.
+        digests of a head range are one slice. Scales of int8 values count with their values.
     """
-    shape = _row_shape(layout, block)
     # One copy with the head outermost makes every (head, layer range) contiguous.
-    heads = np.ascontiguousarray(block.reshape(shape).transpose(2, 0, 1, 3, 4))
-    bounds = layer_bounds(layout.num_layers)
+    heads = [np.ascontiguousarray(part.transpose(2, 0, 1, 3, 4)) for part in _parts(layout, block)]
+    first = layout.first_layer
     digests = [
-        xxhash.xxh3_64_intdigest(heads[head, lo:hi].data)
+        _digest([part[head, lo - first : hi - first] for part in heads])
         for head in range(layout.num_kv_heads)
-        for lo, hi in bounds
+        for lo, hi in layout.layer_groups
     ]
     return np.array(digests, dtype=np.uint64)
+
+
+def digest_columns(layout: KvLayout, part: KvLayout) -> npt.NDArray[np.int64] | None:
+    """Return which digests of a block are those of a part of it; None where lines do not meet."""
+    groups, wanted = layout.layer_groups, part.layer_groups
+    if any(group not in groups for group in wanted):
+        return None
+    at = [groups.index(group) for group in wanted]
+    heads = range(part.first_head - layout.first_head, part.heads[1] - layout.first_head)
+    return np.array([head * len(groups) + group for head in heads for group in at], np.int64)
 
 
 def tail_digest(layout: KvLayout, block: npt.NDArray[np.uint8], valid_tokens: int) -> int:
     """Digest the first `valid_tokens` rows of a partial block; what follows them is ignored."""
     if not 0 < valid_tokens <= layout.block_size:
         raise ValueError(f"{valid_tokens} valid tokens in a block of {layout.block_size}")
-    rows = block.reshape(_row_shape(layout, block))[:, :, :, :valid_tokens]
-    digest: int = xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).data, seed=valid_tokens)
-    return digest
+    parts = [part[:, :, :, :valid_tokens] for part in _parts(layout, block)]
+    return _digest([np.ascontiguousarray(part) for part in parts], seed=valid_tokens)
 
 
-def _row_shape(layout: KvLayout, block: npt.NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
+def _digest(parts: list[npt.NDArray[np.uint8]], seed: int = 0) -> int:
+    if len(parts) == 1:
+        digest: int = xxhash.xxh3_64_intdigest(parts[0].data, seed=seed)
+        return digest
+    state = xxhash.xxh3_64(seed=seed)
+    for part in parts:
+        state.update(part.data)
+    return int(state.intdigest())
+
+
+def _parts(layout: KvLayout, block: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    """Return the values, and the scales if there are some, as rows of bytes of each token."""
     if block.nbytes != layout.block_bytes:
         raise ValueError(f"a block has {layout.block_bytes} bytes, not {block.nbytes}")
-    row_bytes = layout.head_dim * layout.itemsize
-    return layout.num_layers, 2, layout.num_kv_heads, layout.block_size, row_bytes
+    shape = layout.block_shape[:4]
+    values = block[: layout.data_bytes].reshape(*shape, layout.head_dim * layout.itemsize)
+    if layout.block_bytes == layout.data_bytes:
+        return [values]
+    return [values, block[layout.data_bytes :].reshape(*shape, SCALE_BYTES)]

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_TOKENS = 16  # the hash chain is always at this granularity
 DIGEST_LAYER_GROUPS = 4  # digests per (block, KV head, layer quarter)
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_DIM = 4096
+MAX_BLOCK_TOKENS = 128  # a larger block is refused: one frame would be hundreds of MiB
+SCALE_BYTES = 2  # float16, one per (layer, K or V, head, token) of an int8 block
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+KV_DTYPES = tuple(_DTYPE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Geometry of one pool block: `[num_layers][2 (K, V)][num_kv_heads][block_size][head_dim]`.
 
-    Tag "LKHTD", block-major: a pool is `[num_blocks, block_bytes]`. Layouts may differ between
+    Tag "LKHTD", block-major: a pool is `[num_blocks, block_bytes]`; int8 values are followed by
+    their scales, float16 `[num_layers][2][num_kv_heads][block_size]`. Layouts may differ between
     peers and be converted; identities (KvIdentity) may not.
+
+    A pool may hold a shard: layers from `first_layer` and heads from `first_head` on, of a model
+    with `model_layers` and `model_heads` (0 = the shard is the whole).
     """
 
     num_layers: int
@@ -26,6 +35,10 @@ class KvLayout:
     kv_dtype: str = "float32"
     block_size: int = BLOCK_TOKENS
     tag: str = "LKHTD"
+    first_layer: int = 0
+    first_head: int = 0
+    model_layers: int = 0
+    model_heads: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -33,16 +46,20 @@ class KvLayout:
         return _DTYPE_BYTES[self.kv_dtype]
 
     @property
+    def num_rows(self) -> int:
+        """Rows of `head_dim` elements in one block."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the elements of one block."""
+        return self.num_rows * self.head_dim * self.itemsize
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return (
-            self.num_layers
-            * 2
-            * self.num_kv_heads
-            * self.block_size
-            * self.head_dim
-            * self.itemsize
-        )
+        """Bytes of one block, scales included."""
+        scales = SCALE_BYTES * self.num_rows if self.kv_dtype == "int8" else 0
+        return self.data_bytes + scales
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -50,13 +67,84 @@ class KvLayout:
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
+    def layers(self) -> tuple[int, int]:
+        """Layers held, [lo, hi), in the model's numbers."""
+        return self.first_layer, self.first_layer + self.num_layers
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads held, [lo, hi), in the model's numbers."""
+        return self.first_head, self.first_head + self.num_kv_heads
+
+    @property
+    def total_layers(self) -> int:
+        """Layers of the model."""
+        return self.model_layers or self.num_layers
+
+    @property
+    def total_heads(self) -> int:
+        """KV heads of the model."""
+        return self.model_heads or self.num_kv_heads
+
+    @property
+    def layer_groups(self) -> tuple[tuple[int, int], ...]:
+        """Layer ranges [lo, hi) of the digests of one head, in the model's numbers.
+
+        The grid is the model's, so shards that are cut elsewhere still share its lines.
+        """
+        total, (first, end) = self.total_layers, self.layers
+        groups = min(DIGEST_LAYER_GROUPS, total)
+        grid = ((g * total // groups, (g + 1) * total // groups) for g in range(groups))
+        return tuple((max(lo, first), min(hi, end)) for lo, hi in grid if lo < end and hi > first)
+
+    @property
     def digests_per_block(self) -> int:
         """Number of u64 digests stored beside one block."""
-        return self.num_kv_heads * min(DIGEST_LAYER_GROUPS, self.num_layers)
+        return self.num_kv_heads * len(self.layer_groups)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def part(self, layers: tuple[int, int], heads: tuple[int, int]) -> KvLayout:
+        """Return the layout of a part, its ranges in the model's numbers."""
+        return replace(
+            self,
+            first_layer=layers[0],
+            num_layers=layers[1] - layers[0],
+            first_head=heads[0],
+            num_kv_heads=heads[1] - heads[0],
+            model_layers=self.total_layers,
+            model_heads=self.total_heads,
+        )
+
+    def is_same(self, other: KvLayout) -> bool:
+        """Tell whether blocks of both are alike byte for byte."""
+        return self.part(self.layers, self.heads) == other.part(other.layers, other.heads)
+
+    def problem(self) -> str | None:
+        """Say what is wrong with numbers that came from elsewhere, or None."""
+        if self.kv_dtype not in KV_DTYPES:
+            return f"kv_dtype {self.kv_dtype!r} is not known"
+        if self.block_size % BLOCK_TOKENS or not 0 < self.block_size <= MAX_BLOCK_TOKENS:
+            return f"block_size {self.block_size} is no multiple of {BLOCK_TOKENS} in bounds"
+        for name, (lo, hi), total in (
+            ("layers", self.layers, self.total_layers),
+            ("heads", self.heads, self.total_heads),
+        ):
+            if not 0 <= lo < hi <= total <= _MAX_DIM:
+                return f"{name} [{lo}, {hi}) of {total} are no range"
+        if not 0 < self.head_dim <= _MAX_DIM:
+            return f"head_dim {self.head_dim} is out of bounds"
+        return None
+
+    def __str__(self) -> str:
+        (a, b), (c, d) = self.layers, self.heads
+        return (
+            f"{self.kv_dtype}/{self.block_size}/{self.tag} "
+            f"layers {a}-{b} of {self.total_layers} heads {c}-{d} of {self.total_heads} "
+            f"of {self.head_dim}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

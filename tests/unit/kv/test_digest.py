@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.digest import block_digests, layer_bounds, tail_digest
+from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=3, head_dim=4)
@@ -21,14 +21,14 @@ def test_a_changed_byte_changes_exactly_its_own_digest(at: int, change: int) -> 
     differs = np.flatnonzero(block_digests(LAYOUT, block) != block_digests(LAYOUT, BLOCK))
     row = LAYOUT.head_dim * LAYOUT.itemsize * LAYOUT.block_size
     layer, head = at // (row * 6), at // row % 3
-    bounds = layer_bounds(LAYOUT.num_layers)
+    bounds = LAYOUT.layer_groups
     (group,) = [g for g, (lo, hi) in enumerate(bounds) if lo <= layer < hi]
     assert differs.tolist() == [head * len(bounds) + group]
 
 
 def test_layer_bounds_cover_all_layers_once() -> None:
     for num_layers in (1, 2, 3, 4, 5, 30, 31):
-        bounds = layer_bounds(num_layers)
+        bounds = KvLayout(num_layers, 1, 1).layer_groups
         assert [layer for lo, hi in bounds for layer in range(lo, hi)] == list(range(num_layers))
         assert len(bounds) == min(4, num_layers)
 
