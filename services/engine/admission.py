@@ -29,6 +29,7 @@ def check_request(
     return (
         _check_sampling(request, config)
         or _check_prompt(request, config)
+        or _check_generated(request, config)
         or _check_size(request, config, num_blocks)
         or _check_deadline(request, now)
     )
@@ -59,6 +60,21 @@ def _check_prompt(request: EngineRequest, config: EngineConfig) -> Refusal | Non
         )
     if len(request.block_hashes) != len(tokens) // config.block_size:
         return Refusal("hash_mismatch", "there must be one block hash for every full block")
+    return None
+
+
+def _check_generated(request: EngineRequest, config: EngineConfig) -> Refusal | None:
+    generated = request.generated
+    if not generated:
+        return None
+    if request.kind is WorkKind.PREFILL or request.sampling.n != 1:
+        return Refusal("invalid_argument", "only one choice that decodes can go on elsewhere")
+    if len(generated) >= request.sampling.max_tokens:
+        return Refusal("invalid_argument", "the work item has all its tokens already")
+    if not all(0 <= token < config.vocab_size for token in generated):
+        return Refusal(
+            "token_out_of_range", f"token ids must be below {config.vocab_size}, the vocabulary"
+        )
     return None
 
 

@@ -11,6 +11,8 @@ Handing off (prefill side), in this order for one request:
 Receiving (decode side):
   ReceiveWanted -> BlocksReserved -> command `received` | `receive_failed`
   (CancelReceive may come at any point; `receive_failed` then ends it)
+Migrating (decode side, command `migrate`): MigrateRefused, or all of a hand-off at once, with
+  the tokens so far in OfferReady; the other worker gets them in `EngineRequest.generated`.
 """
 
 from __future__ import annotations
@@ -60,6 +62,9 @@ class EngineRequest:
     deadline: float  # monotonic seconds
     priority: int = 0
     tenant: str = ""
+    # Tokens of choice 0 that another worker made. A CONTINUE's ticket then holds the KV of the
+    # prompt and all of these but the last, whose KV is not computed yet.
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +142,18 @@ class ChoiceDone:
 
 @dataclass(frozen=True, slots=True)
 class OfferReady:
-    """The first chunk is computed: this request's KV may be offered to decode workers."""
+    """The first chunk is computed: this request's KV may be offered to decode workers.
+
+    When a running request migrates, `num_tokens` counts what is computed of prompt and output,
+    and `generated` holds every token so far.
+    """
 
     key: RequestKey
     request_id: str
     num_tokens: int
     block_hashes: tuple[BlockHash, ...]
     tenant: str
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +186,23 @@ class CancelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrateRefused:
+    """This work item cannot move now; it goes on as if nothing had been asked."""
+
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveWanted:
-    """Open the ticket of this request; `have[i]` = full block i is already here."""
+    """Open the ticket of this request; `have[i]` = full block i is already here.
+
+    `block_hashes` are those of the full blocks the ticket must name.
+    """
 
     key: RequestKey
     have: tuple[bool, ...]
+    block_hashes: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +230,7 @@ EngineEvent = (
     | BlocksSealed
     | PrefillFinished
     | CancelSource
+    | MigrateRefused
     | ReceiveWanted
     | BlocksReserved
     | CancelReceive
@@ -259,6 +282,10 @@ class Engine(Protocol):
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """End a work item in whatever state it is; idempotent, unknown keys are ignored."""
+        ...
+
+    def migrate(self, key: RequestKey) -> None:
+        """Stop a decoding work item and offer its KV; it ends handed off, or MigrateRefused."""
         ...
 
     def source_released(self, key: RequestKey) -> None:

@@ -115,6 +115,10 @@ class EngineLoop:
         """End a work item in whatever state it is; idempotent, unknown keys are ignored."""
         self._send(key, lambda now: self._scheduler.cancel(key, reason, now))
 
+    def migrate(self, key: RequestKey) -> None:
+        """Stop a decoding work item and offer its KV; it ends handed off, or MigrateRefused."""
+        self._send(key, lambda now: self._scheduler.migrate(key, now))
+
     def source_released(self, key: RequestKey) -> None:
         """The sender no longer reads this request's blocks."""
         self._send(key, lambda now: self._scheduler.source_released(key, now))

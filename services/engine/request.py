@@ -190,6 +190,9 @@ class Request:
         self.state = RequestState.OPENING if is_continue else RequestState.QUEUED
         self.clock = StageClock("handoff" if is_continue else "queue", now)
         self.sequences = [Sequence(self, 0)]
+        # Until a receive brings the last one back, a CONTINUE knows the tokens its ticket covers.
+        known = source.generated[:-1] if is_continue else source.generated
+        self.trunk.generated.extend(known)
         self.is_forked = False
         self.is_offered = False
         self.is_lent = False  # offered, and the sender may still read

@@ -101,7 +101,7 @@ class Residency:
     def seal_received(self, seq: Sequence, written: Seq[BlockId]) -> None:
         """Take over blocks the receiver wrote; it has stored the digests of the full ones."""
         self._content.fetch(written)
-        seq.num_computed = len(seq.prompt)
+        seq.num_computed = seq.num_tokens
         while (seq.num_sealed + 1) * self._block_size <= seq.num_computed:
             self._seal_next(seq, is_received=True)
 

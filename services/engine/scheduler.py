@@ -25,6 +25,7 @@ from services.engine.api import (
     EngineLoad,
     EngineRequest,
     FirstToken,
+    MigrateRefused,
     OfferReady,
     PrefillFinished,
     ReceiveWanted,
@@ -132,7 +133,7 @@ class Scheduler:
             self._open_ticket(request)
         else:
             num_cached = len(self._blocks.cached_prefix(request.trunk)) * self.config.block_size
-            request.trunk.num_uncached_hint = len(request.prompt) - num_cached
+            request.trunk.num_uncached_hint = request.trunk.num_tokens - num_cached
         self._queue.add(request.trunk, now)
 
     def cancel(self, key: RequestKey, reason: str, now: float) -> None:
@@ -140,6 +141,39 @@ class Scheduler:
         request = self._requests.get(key)
         if request is not None:
             self._end(request, EndReason.CANCELLED, "cancelled", reason, now)
+
+    def migrate(self, key: RequestKey, now: float) -> None:
+        """Stop a decoding work item and lend its KV, as prefill does; or MigrateRefused."""
+        request = self._requests.get(key)
+        refusal = _why_it_stays(request)
+        if request is None or refusal:
+            self._outbox.append(MigrateRefused(key, refusal))
+            return
+        self._stop_running(request, SequenceStatus.HELD)
+        self._lend_all(request)
+        done = self._done(request, 0, EndReason.LENGTH, True, now, handed_off=True)
+        self._outbox.append(done)
+        request.move(RequestState.HANDING_OFF)
+
+    def _lend_all(self, request: Request) -> None:
+        """Offer what is computed. The newest token goes along: only its KV is not there yet."""
+        trunk, source = request.trunk, request.source
+        request.is_offered = request.is_lent = True
+        hashes = tuple(trunk.block_hash(idx) for idx in range(trunk.num_sealed))
+        offer = OfferReady(
+            request.key,
+            source.request_id,
+            trunk.num_computed,
+            hashes,
+            source.tenant,
+            tuple(trunk.generated),
+        )
+        sealed = BlocksSealed(request.key, 0, trunk.table.block_ids[: trunk.num_sealed])
+        tail, num_valid = self._blocks.freeze_tail(trunk)
+        newest = FirstToken(trunk.choice, trunk.generated[-1])
+        final = PrefillFinished(request.key, (newest,), trunk.num_computed, tail, num_valid, 0)
+        request.num_announced = trunk.num_sealed
+        self._outbox += [offer, sealed, final] if hashes else [offer, final]
 
     def source_released(self, key: RequestKey, now: float) -> None:
         """The sender no longer reads this request's blocks."""
@@ -167,6 +201,11 @@ class Scheduler:
             self._take_back(request)
             self._end(request, EndReason.ERROR, "internal", "FINAL names wrong choices", now)
             return
+        if request.source.generated and first[0].token_id != request.source.generated[-1]:
+            self._take_back(request)
+            message = "FINAL does not go on where the work item does"
+            self._end(request, EndReason.ERROR, "internal", message, now)
+            return
         self._start_received(request, first, now)
 
     def receive_failed(
@@ -187,7 +226,8 @@ class Scheduler:
             return
         request.kind = WorkKind.WHOLE
         request.cached_tokens = None
-        request.trunk.num_uncached_hint = len(request.prompt)
+        request.trunk.generated.extend(request.source.generated[-1:])
+        request.trunk.num_uncached_hint = request.trunk.num_tokens
         request.clock.enter("queue", now)
         self._queue.add(request.trunk, now)
 
@@ -243,14 +283,16 @@ class Scheduler:
 
     def _open_ticket(self, request: Request) -> None:
         """Ask for the KV at once, so that the lease is held while we wait for blocks."""
-        num_full = len(request.prompt_hashes)
-        cached = self.pool.cache.match(request.prompt_hashes)
+        trunk = request.trunk
+        num_full = trunk.num_tokens // self.config.block_size
+        hashes = tuple(trunk.block_hash(idx) for idx in range(num_full))
+        cached = self.pool.cache.match(hashes)
         if not self._may_pin(request):
             cached = ()
-        self._blocks.share(request.trunk, cached)
+        self._blocks.share(trunk, cached)
         request.cached_tokens = len(cached) * self.config.block_size
         have = tuple(idx < len(cached) for idx in range(num_full))
-        self._outbox.append(ReceiveWanted(request.key, have))
+        self._outbox.append(ReceiveWanted(request.key, have, hashes))
 
     def _may_pin(self, request: Request) -> bool:
         """Say whether cached blocks may be held while waiting for the others.
@@ -258,10 +300,10 @@ class Scheduler:
         Several items that each hold a part and wait for the rest could wait for ever. Those
         that hold something together never need more than the pool has, so one can always go.
         """
-        needed = self._blocks.blocks_for(len(request.prompt))
+        needed = self._blocks.blocks_for(request.trunk.num_tokens)
         for other in self._requests.values():
             if other.state is RequestState.OPENING and len(other.trunk.table):
-                needed += self._blocks.blocks_for(len(other.prompt))
+                needed += self._blocks.blocks_for(other.trunk.num_tokens)
         return needed <= self.pool.num_blocks
 
     def _start_received(self, request: Request, first: tuple[FirstToken, ...], now: float) -> None:
@@ -341,7 +383,7 @@ class Scheduler:
         seq.status = SequenceStatus.HELD
         request.move(RequestState.RECEIVING)
         self._receiving[request] = None
-        num_full = len(request.prompt_hashes)
+        num_full = seq.num_tokens // self.config.block_size
         blocks = seq.table.block_ids
         lent = tuple(None if i < num_had else blocks[i] for i in range(num_full))
         tail = blocks[num_full] if len(blocks) > num_full else None
@@ -547,6 +589,8 @@ class Scheduler:
             self._announce(request)
 
     def _next_token(self, seq: Sequence, sampled: Sampled, now: float) -> None:
+        if seq.request.clock.stage == "prefill":  # of tokens another worker made
+            seq.request.clock.enter("decode", now)
         self._add_token(seq, sampled)
         reason = self._end_of(seq)
         if reason is not None:
@@ -802,6 +846,20 @@ class Scheduler:
             assert not len(seq.table)
         for idx in range(seq.num_sealed):
             assert self.pool.is_sealed(seq.table[idx])
+
+
+def _why_it_stays(request: Request | None) -> str:
+    """Say why a work item cannot migrate now; empty when it can."""
+    if request is None:
+        return "no such work item is open"
+    if request.source.sampling.n != 1:
+        return "it has several choices"
+    if request.kind is WorkKind.PREFILL:
+        return "it is handed off after its prefill anyway"
+    trunk = request.trunk
+    if trunk.status is not SequenceStatus.RUNNING or not trunk.is_decoding:
+        return "it does not decode now"
+    return ""
 
 
 def _standing(seq: Sequence) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ class RouterFrame(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     PING_NS_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ping_ns: _builtins.int
     @_builtins.property
@@ -41,6 +42,8 @@ class RouterFrame(_message.Message):
     def cancel(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cancel]: ...
     @_builtins.property
     def ack(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ack]: ...
+    @_builtins.property
+    def migrate(self) -> _containers.RepeatedCompositeFieldContainer[Global___Migrate]: ...
     def __init__(
         self,
         *,
@@ -50,10 +53,11 @@ class RouterFrame(_message.Message):
         cancel: _abc.Iterable[Global___Cancel] | None = ...,
         ack: _abc.Iterable[Global___Ack] | None = ...,
         ping_ns: _builtins.int = ...,
+        migrate: _abc.Iterable[Global___Migrate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach", b"attach", "cancel", b"cancel", "ping_ns", b"ping_ns", "seq", b"seq", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach", b"attach", "cancel", b"cancel", "migrate", b"migrate", "ping_ns", b"ping_ns", "seq", b"seq", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,6 +143,7 @@ class Work(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's own number, unique within its incarnation"""
     request_id: _builtins.str
@@ -162,6 +167,8 @@ class Work(_message.Message):
     """opaque namespace of the block hash"""
     adapter_digest: _builtins.str
     traceparent: _builtins.str
+    generated: _builtins.bytes
+    """tokens [0, first_index) of a request under way, as token_ids"""
     @_builtins.property
     def prefill(self) -> Global___PrefillHandoff: ...
     @_builtins.property
@@ -192,10 +199,11 @@ class Work(_message.Message):
         tenant: _builtins.str = ...,
         adapter_digest: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        generated: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continue_from", b"continue_from", "kind", b"kind", "prefill", b"prefill", "sampling", b"sampling", "whole", b"whole"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "continue_from", b"continue_from", "deadline_ms", b"deadline_ms", "expect_incarnation", b"expect_incarnation", "first_index", b"first_index", "kind", b"kind", "max_tokens", b"max_tokens", "n", b"n", "prefill", b"prefill", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "slot_gen", b"slot_gen", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "continue_from", b"continue_from", "deadline_ms", b"deadline_ms", "expect_incarnation", b"expect_incarnation", "first_index", b"first_index", "generated", b"generated", "kind", b"kind", "max_tokens", b"max_tokens", "n", b"n", "prefill", b"prefill", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "slot_gen", b"slot_gen", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "continue_from", "whole"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -276,6 +284,32 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class Migrate(_message.Message):
+    """Offer this running request's KV to another worker, as soon as it decodes. The answer is a
+    TicketReady with `generated`; a worker that cannot says nothing and goes on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Migrate: _TypeAlias = Migrate  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
@@ -444,19 +478,23 @@ class TicketReady(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
     ticket: _builtins.bytes
+    generated: _builtins.bytes
+    """not empty: the request migrates; all tokens up to here"""
     def __init__(
         self,
         *,
         request: _builtins.int = ...,
         attempt: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
+        generated: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated", b"generated", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,15 +842,19 @@ class MigrateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    ROUTER_INCARNATION_FIELD_NUMBER: _builtins.int
     request: _builtins.int
+    """the router's own number"""
+    router_incarnation: _builtins.int
     def __init__(
         self,
         *,
         request: _builtins.int = ...,
+        router_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "router_incarnation", b"router_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,7 @@ def make_request(
     deadline: float = 1e9,
     priority: int = 0,
     tenant: str = "",
+    generated: tuple[int, ...] = (),
 ) -> EngineRequest:
     """A work item with the right hashes."""
     scope = HashScope(MODEL_DIGEST, tenant=tenant)
@@ -92,6 +93,7 @@ def make_request(
         deadline=deadline,
         priority=priority,
         tenant=tenant,
+        generated=generated,
     )
 
 
@@ -182,6 +184,11 @@ class EngineRig:
         self.scheduler.cancel(RequestKey(key), "test", self.now)
         self.collect()
 
+    def migrate(self, key: str) -> None:
+        """Offer a running work item's KV to another worker."""
+        self.scheduler.migrate(RequestKey(key), self.now)
+        self.collect()
+
     def release(self, key: str) -> None:
         """The sender lets go."""
         self.lent.discard(key)
@@ -205,7 +212,7 @@ class EngineRig:
         self.collect()
 
     def write_kv(self, key: str, reserved: BlocksReserved) -> None:
-        """Write a prompt's KV where the receiver would."""
+        """Write the KV a ticket covers where the receiver would."""
         prompt = self.prompts[key]
         values, size = fake_values(prompt), FAKE_LAYOUT.block_size
         for idx, block_id in enumerate((*reserved.block_ids, reserved.tail_block)):
@@ -216,8 +223,11 @@ class EngineRig:
 
     @property
     def prompts(self) -> dict[str, npt.NDArray[np.uint32]]:
-        """Prompts of open work items."""
-        return {key: r.prompt for key, r in self.scheduler._requests.items()}
+        """Known tokens of open work items: the prompt, at first."""
+        return {
+            key: r.trunk.token_ids(0, r.trunk.num_tokens)
+            for key, r in self.scheduler._requests.items()
+        }
 
     # -- watching --------------------------------------------------------------------------
 

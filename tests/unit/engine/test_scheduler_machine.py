@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.common.sampling import SamplingParams
-from services.engine.api import EndReason, FirstToken, PrefillFinished, WorkKind
+from services.engine.api import (
+    EndReason,
+    FirstToken,
+    MigrateRefused,
+    OfferReady,
+    PrefillFinished,
+    WorkKind,
+)
 from tests.support.engine_rig import EngineRig, make_request, prompt_of
 from tests.support.fake_model import reference_tokens
 
@@ -34,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(16):
             self.rig.scheduler.stats.ended(2)  # expect little: let too many in, have to preempt
         self.sent: dict[str, tuple[npt.NDArray[np.uint32], SamplingParams, WorkKind]] = {}
+        self.started: dict[str, tuple[int, ...]] = {}  # tokens made elsewhere before
         self.cancelled: set[str] = set()
 
     # -- what may happen -------------------------------------------------------------------
@@ -47,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         priority=st.integers(0, 2),
         patience=st.sampled_from([0.03, 1e6, 1e6, 1e6]),
+        num_generated=st.sampled_from([0, 0, 1, 2, 9, 17]),
     )
     def submit(
         self,
@@ -58,17 +67,30 @@ class EngineMachine(RuleBasedStateMachine):
         temperature: float,
         priority: int,
         patience: float,
+        num_generated: int,
     ) -> None:
         key = f"r{len(self.sent)}"
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, n=n)
         prompt = prompt_of(70, seed)[:length]
         if kind is WorkKind.CONTINUE and not self.firsts(prompt, params):
             return  # nothing went on: no such hand-off
+        generated: tuple[int, ...] = ()
+        if n == 1 and kind is not WorkKind.PREFILL:
+            known = self.expected(prompt, params, 0)[: num_generated + 1]
+            generated = tuple(known[:-1])  # what is known never ended the choice
         self.sent[key] = (prompt, params, kind)
+        self.started[key] = generated
         deadline = self.rig.now + patience
-        self.rig.submit(
-            make_request(key, prompt, params, kind, deadline=deadline, priority=priority)
+        request = make_request(
+            key,
+            prompt,
+            params,
+            kind,
+            deadline=deadline,
+            priority=priority,
+            generated=generated,
         )
+        self.rig.submit(request)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -84,6 +106,27 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.step(between=lambda: self.rig.cancel(key))
         else:
             self.rig.cancel(key)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def migrate(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sent)))
+        was_lent, num_ends = key in self.rig.lent, self.rig.outputs[key].num_ends
+        self.rig.migrate(key)
+        output = self.rig.outputs[key]
+        if output.of(MigrateRefused):
+            output.events = [e for e in output.events if not isinstance(e, MigrateRefused)]
+            assert (key in self.rig.lent, output.num_ends) == (was_lent, num_ends)
+            return
+        assert output.end.handed_off
+        assert not was_lent
+        (offer,), (final,) = output.of(OfferReady), output.of(PrefillFinished)
+        prompt, params, _ = self.sent[key]
+        expected = self.expected(prompt, params, 0)
+        assert list(offer.generated) == expected[: len(offer.generated)]
+        assert offer.num_tokens == final.num_tokens == len(prompt) + len(offer.generated) - 1
+        assert final.first == (FirstToken(0, offer.generated[-1]),)
+        assert final.tail_valid_tokens == offer.num_tokens % 16
 
     @precondition(lambda self: self.rig.lent)
     @rule(data=st.data(), mid_step=st.booleans())
@@ -158,6 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
             EndReason.ERROR,
         ):
             return
+        if output.end.handed_off and kind is not WorkKind.PREFILL:
+            return  # it migrated: what it said and lent was checked then
         if kind is WorkKind.PREFILL:
             firsts = [self.expected(prompt, params, choice)[:1] for choice in range(params.n)]
             assert output.tokens == dict(enumerate(firsts))
@@ -166,7 +211,9 @@ class EngineMachine(RuleBasedStateMachine):
                 assert output.of(PrefillFinished)[0].first == self.firsts(prompt, params)
             return
         choices = list(range(params.n))
-        if kind is WorkKind.CONTINUE and set(output.first_index.values()) == {1}:
+        if self.started[key]:
+            assert set(output.first_index.values()) == {len(self.started[key])}
+        elif kind is WorkKind.CONTINUE and set(output.first_index.values()) == {1}:
             choices = [first.choice for first in self.firsts(prompt, params)]
         for choice in choices:
             start = output.first_index[choice]
@@ -196,7 +243,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def end_receive(self, key: str) -> None:
         prompt, params, _ = self.sent[key]
-        self.rig.receive(key, self.firsts(prompt, params))
+        generated = self.started[key]
+        newest = (FirstToken(0, generated[-1]),) if generated else self.firsts(prompt, params)
+        self.rig.receive(key, newest)
 
     def is_ending(self, key: str) -> bool:
         return self.rig.outputs[key].num_ends > 0
