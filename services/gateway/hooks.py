@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from services.router.api import RequestEnd
+
+_MAX_CLIENT_ID_CHARS = 128
+_NOT_IN_CLIENT_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 Door = Literal["http", "grpc"]
 
@@ -17,8 +23,9 @@ class RequestRecord:
     code: str  # "ok" or a code of the error table
     duration_s: float
     request_id: str = ""
-    num_output_tokens: int = 0
     ttft_s: float | None = None  # until the first frame was handed to the transport
+    end: RequestEnd | None = None  # usage and where it ran; None = it did not end well
+    client_request_id: str = ""  # the client's own name for it, cleaned; for logs only
 
 
 class GatewayHooks(Protocol):
@@ -31,6 +38,11 @@ class GatewayHooks(Protocol):
     def render_metrics(self) -> tuple[str, bytes]:
         """Give the content type and body of /metrics."""
         ...
+
+
+def client_id_of(value: str) -> str:
+    """Make a client's own request id fit for a log: short, and of harmless characters only."""
+    return _NOT_IN_CLIENT_ID.sub("_", value[:_MAX_CLIENT_ID_CHARS])
 
 
 class NoHooks:

@@ -16,8 +16,9 @@ from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
 from services.gateway.auth import HTTP_POLICY, Authenticator, Caller, check_policy, is_open
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
-from services.gateway.hooks import GatewayHooks, RequestRecord
+from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import ClientGone, Responder
+from services.router.api import RequestEnd
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -38,8 +39,8 @@ class Exchange:
     route: str = "unknown"  # the template, bounded, for metrics
     path_params: Mapping[str, str] | None = None
     code: str = "ok"
-    num_output_tokens: int = 0
     ttft_s: float | None = None
+    end: RequestEnd | None = None
 
 
 Endpoint = Callable[[Exchange], Awaitable[None]]
@@ -136,8 +137,9 @@ class HttpEdge:
                 code=exchange.code,
                 duration_s=self._clock.now() - exchange.received_at,
                 request_id=exchange.request_id,
-                num_output_tokens=exchange.num_output_tokens,
                 ttft_s=exchange.ttft_s,
+                end=exchange.end,
+                client_request_id=client_id_of(exchange.headers.get("x-request-id", "")),
             )
         )
 

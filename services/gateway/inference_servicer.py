@@ -25,13 +25,13 @@ from services.gateway.grpc_spec import (
     parse_generate,
     unpack_ids,
 )
-from services.gateway.hooks import GatewayHooks, RequestRecord
+from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import traceparent_of
 from services.gateway.input_bounds import check_count, check_text
 from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.pb import inference_pb2, inference_pb2_grpc
-from services.router.api import ChoiceDelta, ChoiceEnd, RouterOutput
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -46,8 +46,9 @@ class _Progress:
     request_id: RequestId
     received_at: float
     code: str = "ok"
-    num_output_tokens: int = 0
     ttft_s: float | None = None
+    end: RequestEnd | None = None
+    client_request_id: str = ""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -160,6 +161,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         progress: _Progress,
     ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
         metadata = text_metadata(context.invocation_metadata())
+        progress.client_request_id = client_id_of(
+            request.request_id or metadata.get("x-request-id", "")
+        )
         caller = self._authenticator.authenticate(metadata)
         self._check_ids(request)
         await context.send_initial_metadata(_initial_metadata(request, progress.request_id))
@@ -198,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             else:
                 if pending is None:
                     raise RequestError("internal", "the answer ended without its end")
-                progress.num_output_tokens = output.completion_tokens
+                progress.end = output
                 add_request_end(pending, output)
                 yield pending
                 return
@@ -245,8 +249,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 code=progress.code,
                 duration_s=self._clock.now() - progress.received_at,
                 request_id=progress.request_id,
-                num_output_tokens=progress.num_output_tokens,
                 ttft_s=progress.ttft_s,
+                end=progress.end,
+                client_request_id=progress.client_request_id,
             )
         )
 

@@ -15,6 +15,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
+from services.gateway.trace_ids import TraceIds
 from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2_grpc
 from services.registry.reader import RedisRegistryReader, reader_config
@@ -77,8 +78,9 @@ class _RouterProcess:
             MetricsHooks(self._metrics),
         )
         admin = AdminServicer(self._router, config.lease.worker_lease_ms)
+        trace_ids = TraceIds()
         self._gateway = GatewayServer(
-            ObservedRouter(self._router, self._tracing, self._metrics, clock),
+            ObservedRouter(self._router, self._tracing, self._metrics, clock, trace_ids),
             text,
             manifest,
             GatewayConfig(
@@ -87,7 +89,7 @@ class _RouterProcess:
                 max_concurrent_streams=settings.max_concurrent_streams,
                 max_connection_age_s=settings.max_connection_age_s,
             ),
-            TelemetryHooks(self._metrics),
+            TelemetryHooks(self._metrics, trace_ids),
             clock,
             (
                 GrpcService(

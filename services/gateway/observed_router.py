@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError
+from services.gateway.trace_ids import TraceIds
 from services.router.api import (
     ChoiceDelta,
     GenerateCall,
@@ -25,8 +26,16 @@ from services.telemetry.tracing import Span, Tracing
 class ObservedRouter:
     """Opens the request's root span, from which workers' spans hang, and always closes it."""
 
-    def __init__(self, inner: RouterPort, tracing: Tracing, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        inner: RouterPort,
+        tracing: Tracing,
+        metrics: Metrics,
+        clock: Clock,
+        trace_ids: TraceIds,
+    ) -> None:
         self._inner = inner
+        self._trace_ids = trace_ids
         self._tracing = tracing
         self._metrics = metrics
         self._clock = clock
@@ -43,8 +52,12 @@ class ObservedRouter:
         """Run a request; closing the iterator cancels it. Raises IsthmusError."""
         started_ns = self._tracing.wall_ns(call.received_at)
         span = self._tracing.start(
-            catalog.SPAN_REQUEST, parent=call.traceparent, start_ns=started_ns
+            catalog.SPAN_REQUEST,
+            parent=call.traceparent,
+            start_ns=started_ns,
+            request_id=call.request_id,
         )
+        self._trace_ids.put(call.request_id, span.trace_id)
         outcome = "cancelled"
         gaps = _Gaps(self._metrics)
         try:

@@ -118,7 +118,7 @@ class HttpDoor:
                 elif isinstance(output, ChoiceEnd):
                     await responder.events(writer.end(output))
                 else:
-                    exchange.num_output_tokens = output.completion_tokens
+                    exchange.end = output
                     await responder.end_events(writer.finish(output))
                     return
             raise RequestError("internal", "the answer ended without its end")
@@ -145,7 +145,7 @@ class HttpDoor:
             elif isinstance(output, ChoiceEnd):
                 writer.end(output)
             else:
-                exchange.num_output_tokens = output.completion_tokens
+                exchange.end = output
                 headers = _where_headers(output)
                 await exchange.responder.whole(200, writer.finish(output), headers=headers)
                 return

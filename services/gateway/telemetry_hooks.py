@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import ERROR_TABLE
 from services.gateway.hooks import RequestRecord
+from services.gateway.trace_ids import TraceIds
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -14,8 +15,9 @@ log = get_logger(__name__)
 class TelemetryHooks:
     """Implements GatewayHooks."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, trace_ids: TraceIds) -> None:
         self._metrics = metrics
+        self._trace_ids = trace_ids
 
     def request_finished(self, record: RequestRecord) -> None:
         """Count by door and status; log every request once, without its text."""
@@ -35,10 +37,29 @@ class TelemetryHooks:
             code=record.code,
             duration_ms=round(record.duration_s * 1000, 1),
             request_id=record.request_id,
-            num_output_tokens=record.num_output_tokens,
             ttft_ms=None if record.ttft_s is None else round(record.ttft_s * 1000, 1),
+            **_facts_of(record, self._trace_ids.take(record.request_id)),
         )
 
     def render_metrics(self) -> tuple[str, bytes]:
         """Give the content type and body of /metrics."""
         return CONTENT_TYPE, self._metrics.render()
+
+
+def _facts_of(record: RequestRecord, trace_id: str) -> dict[str, object]:
+    """What leads from a log line to the trace, the workers and the client; only what is known."""
+    facts: dict[str, object] = {
+        "trace_id": trace_id,
+        "client_request_id": record.client_request_id,
+    }
+    end = record.end
+    if end is not None:
+        facts |= {
+            "mode": end.timing.mode,
+            "prefill_worker": end.timing.prefill_worker,
+            "decode_worker": end.timing.decode_worker,
+            "prompt_tokens": end.prompt_tokens,
+            "cached_tokens": end.cached_tokens,
+            "num_output_tokens": end.completion_tokens,
+        }
+    return {name: value for name, value in facts.items() if value != ""}

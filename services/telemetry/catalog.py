@@ -196,8 +196,9 @@ SPANS_DROPPED = Gauge(
 SPAN_REQUEST = Span(
     "isthmus.request",
     "The whole request in the router.",
-    ("mode", "reason", "plane", "prefill_worker", "decode_worker", "outcome", "unattributed_us"),
-)
+    ("request_id", "mode", "reason", "plane", "prefill_worker", "decode_worker", "outcome",
+     "unattributed_us"),
+)  # fmt: skip
 SPAN_ROUTE = Span("isthmus.route", "Tokenise, hash, look up, decide.", ("reason", "prompt_tokens"))
 SPAN_QUEUE_PREFILL = Span("isthmus.prefill.queue", "Waiting for the first prefill step.")
 SPAN_PREFILL = Span(

@@ -50,6 +50,13 @@ class Span:
         flags = f"{int(context.trace_flags):02x}"
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
 
+    @property
+    def trace_id(self) -> str:
+        """Name of the trace this span belongs to; empty when nothing is recorded of it."""
+        if self._span is None or not self._span.is_recording():
+            return ""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
     def set(self, **attributes: AttributeValue) -> None:
         """Add attributes the catalogue lists for this span."""
         if self._span is not None:

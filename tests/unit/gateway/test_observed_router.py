@@ -16,6 +16,7 @@ from services.common.errors import RequestError
 from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 from services.gateway.observed_router import ObservedRouter
+from services.gateway.trace_ids import TraceIds
 from services.router.api import (
     ChoiceDelta,
     ChoiceEnd,
@@ -96,8 +97,10 @@ def spans_of(tracing: Tracing, trace_file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in trace_file.read_text().splitlines()]
 
 
-def observe(router: Scripted, tracing: Tracing, metrics: Metrics) -> ObservedRouter:
-    return ObservedRouter(router, tracing, metrics, SystemClock())
+def observe(
+    router: Scripted, tracing: Tracing, metrics: Metrics, trace_ids: TraceIds | None = None
+) -> ObservedRouter:
+    return ObservedRouter(router, tracing, metrics, SystemClock(), trace_ids or TraceIds())
 
 
 async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file: Path) -> None:
@@ -110,8 +113,8 @@ async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file
     spans = {str(span["name"]): span["attributes"] for span in spans_of(tracing, trace_file)}
     assert spans == {
         "isthmus.request": {
-            "mode": "REMOTE", "reason": "both_pools_live", "plane": "memfd", "outcome": "ok",
-            "prefill_worker": "", "decode_worker": "", "unattributed_us": 5,
+            "request_id": "r", "mode": "REMOTE", "reason": "both_pools_live", "plane": "memfd",
+            "prefill_worker": "", "decode_worker": "", "outcome": "ok", "unattributed_us": 5,
         },
         "isthmus.route": {"reason": "both_pools_live", "prompt_tokens": len(make_call().token_ids)},
         "isthmus.unattributed": {},
@@ -148,7 +151,7 @@ async def test_failed_request_ends_its_span_with_the_code(
 
     [span] = spans_of(tracing, trace_file)
     assert span["status"] == "error"
-    assert span["attributes"] == {"outcome": "worker_lost"}
+    assert span["attributes"] == {"request_id": "r", "outcome": "worker_lost"}
 
 
 async def test_client_that_leaves_closes_the_inner_router_and_the_span(
@@ -161,4 +164,18 @@ async def test_client_that_leaves_closes_the_inner_router_and_the_span(
 
     assert router.was_closed
     [span] = spans_of(tracing, trace_file)
-    assert span["attributes"] == {"outcome": "cancelled"}
+    assert span["attributes"] == {"request_id": "r", "outcome": "cancelled"}
+
+
+async def test_trace_of_a_request_is_known_until_it_is_logged(
+    tracing: Tracing, trace_file: Path
+) -> None:
+    trace_ids = TraceIds()
+    router = Scripted([*CHUNKS, *ENDING])
+    observed = observe(router, tracing, Metrics.disabled(), trace_ids)
+    _ = [output async for output in observed.generate(make_call())]
+
+    trace_id = trace_ids.take("r")
+    assert trace_id == router.traceparent.split("-")[1]
+    assert {span["trace_id"] for span in spans_of(tracing, trace_file)} == {trace_id}
+    assert trace_ids.take("r") == ""
