@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import exits, settings
+from services.cli.store_address import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,10 +37,12 @@ def show(
     config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> int:
-    """Print the settings in force; text that may be secret is redacted."""
+    """Print the settings in force; what may be secret is redacted."""
     from services.common.config_source import public_values
 
-    values = public_values(settings.load(config, {}))
+    loaded = settings.load(config, {})
+    values = public_values(loaded)
+    values["store.url"] = shown_url(loaded.store.url.get_secret_value())
     if as_json:
         typer.echo(json.dumps(values, indent=2))
     else:

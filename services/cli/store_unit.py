@@ -6,12 +6,48 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.errors import StoreUnavailable
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from services.cli.store_address import shown_url
+from services.common.errors import ConfigError, StoreUnavailable
 from services.registry.embedded import EmbeddedStore
 from services.runtime.process import GiveUp, RestartPolicy
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+_PING_TIMEOUT_S = 2.0
+
+
+def ping_store(url: str) -> None:
+    """Ask a store of the user's own for a sign of life; raises ConfigError, StoreUnavailable."""
+    place = shown_url(url)
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_connect_timeout=_PING_TIMEOUT_S,
+            socket_timeout=_PING_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError:
+        raise ConfigError(f"store.url: {place} is not the address of a store") from None
+    try:
+        client.ping()
+    # No cause is kept: the library's message may quote what the address holds.
+    except redis.AuthenticationError:
+        raise StoreUnavailable(f"the store at {place} refuses user or password") from None
+    except (redis.ConnectionError, redis.TimeoutError):
+        raise StoreUnavailable(
+            f"nobody answers at {place}; leave out --redis (store.url) to have one started"
+        ) from None
+    except redis.RedisError as error:
+        raise StoreUnavailable(
+            f"the store at {place} answers with {type(error).__name__}"
+        ) from None
+    finally:
+        client.close()
 
 
 class StoreUnit:

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from services.common.config import IsthmusConfig
 
 _START_TIMEOUT_S = 150.0
+
+
+class Engine(StrEnum):
+    """What workers compute with."""
+
+    model = "model"
+    scripted = "scripted"  # services.chaos.scripted_worker: KV without a model, for tests
 
 
 def up(
@@ -51,6 +59,7 @@ def up(
         float, typer.Option(min=1, help="Seconds until everything must be ready.")
     ] = _START_TIMEOUT_S,
     log_level: LogLevel = None,
+    engine: Annotated[Engine, typer.Option(hidden=True)] = Engine.model,
 ) -> int:
     """Start a store, routers and workers on this machine; Ctrl-C stops all of them."""
     loaded = settings.load_serving(
@@ -79,6 +88,7 @@ def up(
     runtime_dir = RuntimeDir.create(os.environ)
     try:
         run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
+        run.engine = engine
         return run.supervisor().run(start_timeout)
     finally:
         runtime_dir.remove()
@@ -105,6 +115,7 @@ class _Run:
         self._json_status = json_status
         self._log_dir = log_dir if log_dir is not None else runtime_dir / "logs"
         self._config_path = runtime_dir / "isthmus.yaml"
+        self.engine = Engine.model
 
     def supervisor(self) -> Supervisor:
         """Resolve the model, start the store, plan the processes."""
@@ -113,9 +124,11 @@ class _Run:
         from services.common.clock import SystemClock
         from services.common.model_manifest import read_manifest
 
-        model_dir = settings.resolve_model(self._config)
         plans = self._plan()
+        # What takes a moment to check comes before a model that may have to be fetched.
         _check_ports(plans)
+        self._check_store()
+        model_dir = settings.resolve_model(self._config)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         store = self._start_store()
         self._write_config(store.url, model_dir)
@@ -157,6 +170,12 @@ class _Run:
         """Whether flag, environment or file name a store of the user's own."""
         return "url" in self._config.store.model_fields_set
 
+    def _check_store(self) -> None:
+        from services.cli.store_unit import ping_store
+
+        if self._has_foreign_store:
+            ping_store(self._config.store.url.get_secret_value())
+
     def _start_store(self) -> StoreUnit:
         from services.cli.store_unit import StoreUnit
 
@@ -189,7 +208,10 @@ class _Run:
         return Unit(plan, self._command, _child_environ(os.environ), self._log_dir)
 
     def _command(self, plan: PlannedProcess, grpc_port: int, http_port: int) -> list[str]:
-        return plan.command(sys.executable, self._config_path, grpc_port, http_port)
+        from services.cli.up_plan import MODEL_WORKER, SCRIPTED_WORKER
+
+        worker = SCRIPTED_WORKER if self.engine is Engine.scripted else MODEL_WORKER
+        return plan.command(sys.executable, self._config_path, grpc_port, http_port, worker)
 
     def _view(self) -> View:
         from services.cli.up_view import LiveView, PlainView

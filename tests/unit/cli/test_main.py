@@ -45,13 +45,34 @@ def test_configuration_is_found_by_flag_variable_and_directory(
     assert port("--config", "flag.yaml") == 3
 
 
-def test_shown_configuration_hides_the_store_address(
+def test_shown_configuration_hides_only_user_and_password_of_the_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """RB-119: what may hold a secret is not shown."""
     monkeypatch.setenv("ISTHMUS_STORE__URL", "redis://:sentinel-pw@h/0")
     assert run(["config", "show"]) == exits.OK
-    assert "sentinel-pw" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sentinel-pw" not in out
+    assert 'store.url = "redis://[redacted]@h/0"\n' in out
+
+
+def test_up_with_a_store_nobody_runs_ends_with_4_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """RB-119: the place is named, user and password are not."""
+    arguments = ["up", "--redis", "redis://me:sentinel-pw@127.0.0.1:1/0", "--model", "none.gguf"]
+    assert run([*arguments, "--grpc-port", "0", "--http-port", "0"]) == exits.STORE
+    shown = capsys.readouterr()
+    assert "sentinel-pw" not in shown.out + shown.err
+    assert "nobody answers at redis://[redacted]@127.0.0.1:1/0; leave out --redis" in shown.err
+
+
+def test_up_with_an_address_that_is_none_is_a_usage_fault(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["up", "--redis", "http://h:1", "--grpc-port", "0", "--http-port", "0"]
+    assert run(arguments) == exits.USAGE
+    assert "http://h:1 is not the address of a store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
