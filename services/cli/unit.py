@@ -10,7 +10,7 @@ from pathlib import Path
 from services.cli import exits
 from services.cli.probe import HealthProbe
 from services.cli.up_plan import PlannedProcess
-from services.common.address import family_of, join_host_port
+from services.common.address import family_of, free_port, join_host_port
 from services.runtime.process import Child, GiveUp, RestartPolicy, describe_status
 
 STARTING = "starting"
@@ -131,13 +131,6 @@ class Unit:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-
-def free_port(host: str) -> int:
-    """Draw a port that is free at this moment."""
-    with socket.socket(family_of(host)) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def is_port_free(host: str, port: int) -> bool:

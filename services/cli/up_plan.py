@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+MODEL_WORKER = ("services.cli.main", "worker")
+SCRIPTED_WORKER = ("services.chaos.scripted_worker",)  # everything but the model, for tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,19 @@ class PlannedProcess:
     http_host: str = ""
     http_port: int = 0
 
-    def command(self, python: str, config_path: Path, grpc_port: int, http_port: int) -> list[str]:
-        """The command line with the ports filled in."""
-        kind = "router" if self.role == "router" else "worker"
-        argv = [python, "-P", "-m", "services.cli.main", kind, "--config", str(config_path)]
+    def command(
+        self,
+        python: str,
+        config_path: Path,
+        grpc_port: int,
+        http_port: int,
+        worker: Sequence[str] = MODEL_WORKER,
+    ) -> list[str]:
+        """The command line with the ports filled in; `worker` is the program of workers."""
+        program = ("services.cli.main", "router") if self.role == "router" else worker
+        argv = [python, "-P", "-m", *program, "--config", str(config_path)]
         argv += [*self.arguments, "--grpc-port", str(grpc_port)]
-        return [*argv, "--http-port", str(http_port)] if kind == "router" else argv
+        return [*argv, "--http-port", str(http_port)] if self.role == "router" else argv
 
 
 def plan_processes(

@@ -13,3 +13,10 @@ def join_host_port(host: str, port: int) -> str:
 def family_of(host: str) -> socket.AddressFamily:
     """Return the family of sockets bound to an address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def free_port(host: str) -> int:
+    """Draw a port that is free at this moment."""
+    with socket.socket(family_of(host)) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from services.common.address import free_port
 from services.common.errors import StoreUnavailable
 
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes with the terminator
@@ -56,7 +56,7 @@ class EmbeddedStore:
             return cls._launch(runtime_dir, f"unix://{path}", ("--port", "0", "--unixsocket",
                                str(path), "--unixsocketperm", "600"), timeout_s)  # fmt: skip
         for attempt in range(_START_TRIES):
-            chosen = port or _free_port()
+            chosen = port or free_port("127.0.0.1")
             try:
                 return cls._launch(
                     runtime_dir,
@@ -149,9 +149,3 @@ def _tied_to_this_process() -> list[str]:
     if not sys.platform.startswith("linux"):
         return []
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,39 @@
+"""Scripted workers are workers: every mode gives the computed answer, and torch stays out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.bench.local_cluster import LocalCluster
+from services.chaos.scripted_model import ScriptedReference, make_scripted_model
+from services.common.model_manifest import read_manifest
+from services.common.sampling import SamplingParams
+from tests.support.generate import generate, request
+
+pytestmark = pytest.mark.integration
+
+PROMPT = list(range(3, 203))
+
+
+def test_answers_of_every_mode_are_the_computed_ones(tmp_path: Path) -> None:
+    model_dir = make_scripted_model(tmp_path / "model")
+    reference = ScriptedReference(read_manifest(model_dir))
+    params = SamplingParams(seed=9, max_tokens=30, n=2, ignore_eos=True)
+    expected = dict(enumerate(reference.answer(PROMPT, params)))
+    body = request(PROMPT, max_tokens=30, n=2, temperature=1.0)
+    body.ignore_eos = True
+    body.sampling.seed = 9
+    with LocalCluster(model_dir, prefill=1, decode=1, flags=("--engine", "scripted")) as cluster:
+        for mode in ("REMOTE", "LOCAL", "STAY"):
+            answer = generate(cluster.grpc, body, mode=mode)
+            assert (answer.mode, answer.token_ids) == (mode, expected)
+        cluster.assert_no_blocks_in_use()
+
+
+def test_program_imports_no_torch() -> None:
+    code = "import sys, services.chaos.scripted_worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
