@@ -8,6 +8,7 @@ import torch
 
 from kernels import dispatch
 from services.common.config import IsthmusConfig
+from services.common.errors import ConfigError
 from services.common.model_manifest import ModelManifest
 from services.engine.loop import Executor
 from services.engine.residency import BlockContent
@@ -19,7 +20,9 @@ from services.runtime.threads import available_cores
 
 
 def load_model_backend(config: IsthmusConfig, model_dir: Path) -> ModelBackend:
-    """Set the compute threads and load the weights."""
+    """Set the compute threads and load the weights; raises ConfigError without the device."""
+    if config.worker.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("worker.device is cuda, but this torch sees no CUDA device")
     threads = config.worker.threads or available_cores()
     torch.set_num_threads(threads)
     dispatch.set_num_threads(threads)

@@ -84,6 +84,19 @@ def test_worker_on_a_taken_port_ends_with_2_and_says_which(tmp_path: Path, toy: 
     assert "Traceback" not in log.read_text()
 
 
+def test_worker_without_its_device_ends_with_2_and_says_so(tmp_path: Path, toy: Path) -> None:
+    """A status the supervisor does not start again for: the device will not appear."""
+    log = tmp_path / "log"
+    with isthmus(
+        log,
+        *("worker", "--model", str(toy), "--device", "cuda"),
+        CUDA_VISIBLE_DEVICES="",
+    ) as process:
+        assert process.wait(60) == 2
+    assert "worker.device is cuda, but this torch sees no CUDA device" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
 def test_missing_model_ends_with_3(tmp_path: Path) -> None:
     log = tmp_path / "log"
     missing = str(tmp_path / "none.gguf")
