@@ -38,6 +38,7 @@ $(STAMPS)/venv:
 	@touch $@
 
 $(STAMPS)/install: $(STAMPS)/venv requirements.lock requirements-triton.lock pyproject.toml
+	@echo "installing locked versions (a few minutes, about 1.4 GB) ..."
 	$(BIN)/python -m pip install --quiet -c requirements.lock setuptools
 	$(BIN)/python -m pip install --quiet -c requirements.lock --no-build-isolation -e '.[$(EXTRAS)]'
 	@# A CUDA build of torch brings the Triton it was made with; a CPU build brings none.
@@ -63,7 +64,7 @@ fmt: $(STAMPS)/install ## format and fix what can be fixed
 lint: $(STAMPS)/install ## ruff, formatting, spelling
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/codespell $(SOURCES) docs protos README.md CHANGELOG.md
+	$(BIN)/codespell $(SOURCES) docs protos README.md CHANGELOG.md CONTRIBUTING.md
 
 types: $(STAMPS)/install ## mypy --strict
 	$(BIN)/mypy $(SOURCES)

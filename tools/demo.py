@@ -38,6 +38,12 @@ it was slower, but nothing stopped.
 Summarize this story in two sentences."""
 
 
+NEXT = (
+    'next: source .venv/bin/activate && isthmus up, then `isthmus chat --prompt "What is the '
+    'capital of France?"` in another terminal'
+)
+
+
 class DemoFailed(Exception):
     """The demo did not show what it is there to show."""
 
@@ -65,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print("\n" + "\n".join(lines))
     print(f"stopped; {time.monotonic() - began:.1f} s in all")
+    print(NEXT)
     return 0
 
 
