@@ -22,9 +22,10 @@ import yaml
 from redis import Redis
 
 from services.bench.local_cluster import LocalCluster
+from services.chaos.client import Heard, call
 from services.pb import inference_pb2_grpc
 from tests.support.generate import request
-from tests.support.mixed_load import Body, Heard, MixedLoad, answers, call, mixed_bodies
+from tests.support.mixed_load import Body, MixedLoad, answers, mixed_bodies
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(120)]
 

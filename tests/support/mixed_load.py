@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import grpc
 import grpc.aio
-import numpy as np
 
 from services.bench.local_cluster import LocalCluster
-from services.common.errors import ERROR_TABLE
+from services.chaos.client import Heard, call
 from services.pb import inference_pb2, inference_pb2_grpc
 from tests.support.generate import request
 
@@ -23,23 +19,6 @@ PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 150, 400, 1200)
 OUTPUT_LENGTHS = (1, 2, 3, 8, 20, 60, 100)
 STOPS = ("e", "th", "in", " a", "on the")
 VOCAB = 300  # of the toy model
-
-
-@dataclass(slots=True)
-class Heard:
-    """What one call gave: per choice its tokens, text and end, or an error."""
-
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    ends: dict[int, tuple[int, str]] = field(default_factory=dict)
-    logprob_ids: dict[int, list[int]] = field(default_factory=dict)
-    code: str = ""  # of the error table; "" = answered
-    took_s: float = 0.0
-
-    @property
-    def answer(self) -> object:
-        """Everything that must equal the reference."""
-        return self.token_ids, self.text, self.ends, self.logprob_ids
 
 
 def mixed_bodies(seed: int, count: int) -> list[Body]:
@@ -69,45 +48,6 @@ def _body(rng: random.Random) -> Body:
     if rng.random() < 0.3:
         body.stop.extend(rng.sample(STOPS, 2))
     return body
-
-
-async def call(
-    stub: inference_pb2_grpc.InferenceAsyncStub, body: Body, *, timeout_s: float, mode: str = ""
-) -> Heard:
-    """Run one request; gaps, repeats and second ends fail at once, errors must have a code."""
-    heard, start = Heard(), time.monotonic()
-    metadata = (("x-isthmus-force-mode", mode),) if mode else ()
-    try:
-        async for frame in stub.Generate(body, timeout=timeout_s, metadata=metadata):
-            _take(heard, frame)
-    except grpc.aio.AioRpcError as error:
-        heard.code = code_of(error)
-    heard.took_s = time.monotonic() - start
-    return heard
-
-
-def _take(heard: Heard, frame: inference_pb2.GenerateFrame) -> None:
-    ids = heard.token_ids.setdefault(frame.choice, [])
-    if frame.num_tokens:
-        assert frame.first_index == len(ids), "token indexes have a gap or a repeat"
-        ids.extend(np.frombuffer(frame.token_ids, dtype="<u4").tolist())
-    heard.text[frame.choice] = heard.text.get(frame.choice, "") + frame.text
-    heard.logprob_ids.setdefault(frame.choice, []).extend(e.token_id for e in frame.logprobs)
-    if frame.HasField("finish"):
-        assert frame.choice not in heard.ends, "a choice ended twice"
-        heard.ends[frame.choice] = (frame.finish.reason, frame.finish.stop)
-
-
-def code_of(error: grpc.aio.AioRpcError) -> str:
-    """Return the code an error names; a dead door or a passed call deadline has none of its own."""
-    code = (error.details() or "").partition(":")[0]
-    if code in ERROR_TABLE:
-        return code
-    assert error.code() in (
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-    ), f"an error without a code: {error.code()} {error.details()}"
-    return error.code().name.lower()
 
 
 class MixedLoad:

@@ -14,12 +14,12 @@ import pytest
 import zmq
 import zmq.auth
 
+from services.chaos.tcp_proxy import Faults, TcpProxy
 from services.pb import transfer_pb2 as pb
 from services.pb.common_pb2 import PLANE_ZMQ
 from services.transfer.config import KIB, MIB, TransferConfig
 from services.transfer.wire import Header, MessageType, encode
 from services.transfer.zmq_plane import MAIN, peer_base
-from tests.support.tcp_proxy import Faults, TcpProxy
 from tests.support.transfer_ends import (
     BRISK,
     CALM,

@@ -1,0 +1,82 @@
+"""A client that hears every frame of a call and lets no breach of the stream's rules pass."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from services.common.errors import ERROR_TABLE
+from services.pb import inference_pb2, inference_pb2_grpc
+
+
+class StreamBroken(AssertionError):
+    """A stream had a gap, a repeat, two ends, or an error without a code."""
+
+
+@dataclass(slots=True)
+class Heard:
+    """What one call gave: per choice its tokens, text and end, or an error."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, tuple[int, str]] = field(default_factory=dict)
+    logprob_ids: dict[int, list[int]] = field(default_factory=dict)
+    code: str = ""  # of the error table; "" = answered
+    took_s: float = 0.0
+
+    @property
+    def answer(self) -> object:
+        """Everything that must equal the reference."""
+        return self.token_ids, self.text, self.ends, self.logprob_ids
+
+
+async def call(
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    body: inference_pb2.GenerateRequest,
+    *,
+    timeout_s: float,
+    mode: str = "",
+    heard: Heard | None = None,
+) -> Heard:
+    """Run one request; gaps, repeats and second ends fail at once, errors must have a code.
+
+    Args:
+        heard: filled as frames come in, for who wants to look at a call it cancels.
+    """
+    heard, start = heard or Heard(), time.monotonic()
+    metadata = (("x-isthmus-force-mode", mode),) if mode else ()
+    try:
+        async for frame in stub.Generate(body, timeout=timeout_s, metadata=metadata):
+            _take(heard, frame)
+    except grpc.aio.AioRpcError as error:
+        heard.code = code_of(error)
+    heard.took_s = time.monotonic() - start
+    return heard
+
+
+def _take(heard: Heard, frame: inference_pb2.GenerateFrame) -> None:
+    ids = heard.token_ids.setdefault(frame.choice, [])
+    if frame.num_tokens:
+        if frame.first_index != len(ids):
+            raise StreamBroken("token indexes have a gap or a repeat")
+        ids.extend(np.frombuffer(frame.token_ids, dtype="<u4").tolist())
+    heard.text[frame.choice] = heard.text.get(frame.choice, "") + frame.text
+    heard.logprob_ids.setdefault(frame.choice, []).extend(e.token_id for e in frame.logprobs)
+    if frame.HasField("finish"):
+        if frame.choice in heard.ends:
+            raise StreamBroken("a choice ended twice")
+        heard.ends[frame.choice] = (frame.finish.reason, frame.finish.stop)
+
+
+def code_of(error: grpc.aio.AioRpcError) -> str:
+    """Return the code an error names; a dead door or a passed call deadline has none of its own."""
+    code = (error.details() or "").partition(":")[0]
+    if code in ERROR_TABLE:
+        return code
+    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise StreamBroken(f"an error without a code: {error.code()} {error.details()}")
+    return error.code().name.lower()
