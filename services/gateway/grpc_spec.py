@@ -157,6 +157,7 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         prefill_worker=timing.prefill_worker,
         decode_worker=timing.decode_worker,
         migrations=timing.migrations,
+        migration_gap_us=timing.migration_gap_us,
         prefill_chunks=timing.prefill_chunks,
         handoff_blocks=timing.handoff_blocks,
         handoff_blocks_deduped=timing.handoff_blocks_deduped,

@@ -84,6 +84,7 @@ class RequestTiming:
     prefill_worker: str = ""
     decode_worker: str = ""
     migrations: int = 0
+    migration_gap_us: int = 0  # the longest gap between two tokens that a migration made
     prefill_chunks: int = 0
     handoff_blocks: int = 0
     handoff_blocks_deduped: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common.clock import Clock
@@ -47,6 +47,8 @@ from services.router.wire import (
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+MIGRATE_RETRY_S = 0.5  # a worker that could not offer a request is asked again after this
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -170,8 +172,9 @@ class Conductor:
                 )
             if decision is None:
                 return False
-            if self._send(request, CONTINUE, decision.worker, ticket=source.ticket):
-                progress.marks.continued = self._clock.now()
+            if self._send(request, CONTINUE, decision.worker, source=source):
+                if not source.generated:
+                    progress.marks.continued = self._clock.now()
                 return True
             progress.failed.add(decision.worker.worker_id)
 
@@ -194,6 +197,21 @@ class Conductor:
         self._close(source)
         return True
 
+    def _start_over(self, request: OpenRequest, source: Leg) -> bool:
+        """Compute a request anew whose KV cannot be had; what the client has is not drawn again."""
+        progress = request.progress
+        for mode in (LOCAL, STAY):
+            facts = replace(progress.facts, force_mode=mode)
+            view, excluded = self._cluster.view(), frozenset({*progress.failed, source.worker_id})
+            try:
+                decision = choose(facts, view, progress.depth, self._config.policy, excluded)
+            except RequestError:
+                continue  # no worker of that role
+            progress.attempt += 1
+            if self._send(request, WHOLE, decision.worker, source=source):
+                return True
+        return False
+
     def _send(
         self,
         request: OpenRequest,
@@ -201,9 +219,13 @@ class Conductor:
         worker: WorkerView,
         *,
         uncached_tokens: int = 0,
-        ticket: bytes = b"",
+        source: Leg | None = None,
     ) -> bool:
-        """Send one work item and book it; False when the Link cannot take it."""
+        """Send one work item and book it; False when the Link cannot take it.
+
+        Args:
+            source: whose KV, or whose tokens so far, the worker goes on from.
+        """
         progress = request.progress
         link = self._cluster.link(worker.worker_id)
         if link is None or link.incarnation is None:
@@ -217,14 +239,14 @@ class Conductor:
             # After a refusal the generation is left out: the store's word on it may be old.
             slot_gen=0 if progress.num_retries else worker.slot_gen,
             deadline_ms=max(1, int((progress.call.deadline - now) * 1000)),
-            ticket=ticket,
+            ticket=source.ticket if source is not None and kind == CONTINUE else b"",
+            generated=source.generated if source is not None else b"",
         )
         if not link.send_work(build_work(head, progress.call, progress.hashes)):
             return False
         self._cluster.acquire(worker.worker_id)
         resident = 0 if kind == PREFILL else expected_tokens(progress.facts, self._config.policy)
         booking = self._cluster.bookings.book(worker.worker_id, uncached_tokens, resident, now)
-        first = 1 if kind == CONTINUE else 0
         progress.legs.append(
             Leg(
                 kind=kind,
@@ -232,7 +254,9 @@ class Conductor:
                 incarnation=link.incarnation,
                 attempt=progress.attempt,
                 booking=booking,
-                next_index=[first] * progress.logical.num_choices,
+                next_index=[head.first_index] * progress.logical.num_choices,
+                source=source,
+                first_index=head.first_index,
             )
         )
         if progress.marks.sent is None:
@@ -290,6 +314,9 @@ class Conductor:
     def _tokens(self, message: worker_pb2.Tokens, request: OpenRequest, leg: Leg) -> None:
         progress, tokens = request.progress, read_tokens(message)
         now = self._clock.now()
+        if leg.source is not None and leg.source.generated and not leg.has_tokens:
+            self._moved(progress, leg, now)
+        progress.marks.newest_token = now
         leg.note_tokens(tokens.choice, tokens.first_index + len(tokens.token_ids))
         if leg.kind == CONTINUE and progress.marks.decode_token is None:
             progress.marks.decode_token = now
@@ -299,11 +326,40 @@ class Conductor:
         self._deliver(request, outputs)
 
     def _ticket(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
+        if message.generated:
+            self._migrate(message, request, leg)
+            return
         if leg.kind != PREFILL or leg.ticket:
             return  # a resume sends it again
         leg.ticket = message.ticket
         if not self._continue(request, leg) and not self._stay(request, leg):
             raise RequestError("no_workers", "no decode worker can take the request over")
+
+    def _migrate(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
+        """A decode worker has stopped this request and offers its KV to another."""
+        if leg.generated:
+            return  # a resume sends it again
+        leg.ticket, leg.generated = message.ticket, message.generated
+        request.progress.attempt += 1
+        if not self._continue(request, leg) and not self._start_over(request, leg):
+            raise RequestError("no_workers", "no other worker can take the request over")
+
+    def _moved(self, progress: Progress, leg: Leg, now: float) -> None:
+        """The first token after a migration is here."""
+        last = progress.marks.newest_token
+        gap_s = now - last if last is not None else 0.0
+        progress.num_migrations += 1
+        progress.migration_gap_us = max(progress.migration_gap_us, round(gap_s * 1e6))
+        self._hooks.migrated(progress.call, gap_s)
+        log.info(
+            "router.migrated",
+            request_id=progress.call.request_id,
+            source=leg.source.worker_id if leg.source else "",
+            target=leg.worker_id,
+            tokens=leg.first_index,
+            with_kv=leg.kind == CONTINUE,
+            gap_ms=round(gap_s * 1e3, 1),
+        )
 
     def _refusal(self, message: worker_pb2.Refusal, request: OpenRequest, leg: Leg) -> None:
         self._leg_failed(request, leg, known_code(message.error, "internal"), message.error)
@@ -325,8 +381,15 @@ class Conductor:
 
     def _handed_off(self, request: OpenRequest, leg: Leg) -> None:
         """Prefill is over here; the KV stays pinned there until decode has it."""
-        if not leg.ticket:
+        if not leg.ticket and leg.kind == PREFILL:
             raise RequestError("handoff_failed", "a worker handed off without a ticket")
+        if not leg.ticket:
+            # It meant to migrate the request and could not offer it. Tokens are drawn by seed and
+            # position, so another worker makes the same ones.
+            cause = common_pb2.Error(message="a worker gave a request up without a ticket")
+            leg.is_given_up = True
+            self._leg_failed(request, leg, "handoff_failed", cause)
+            return
         self._cluster.record(leg.worker_id, Outcome.SUCCESS)
         leg.is_handed_off = True
         self._close(leg)
@@ -397,14 +460,21 @@ class Conductor:
         """Say whether a leg's work may be done again without the client noticing."""
         if not ERROR_TABLE[code].retryable or progress.num_retries >= self._config.max_retries:
             return False
-        # The tokens of a finished prefill are no obstacle to another decode worker.
-        is_clean = not leg.has_tokens if leg.kind == CONTINUE else not progress.logical.has_output
-        return is_clean and self._budget.take()
+        # The tokens of a finished prefill, or of a worker it migrated from, are no obstacle.
+        begins_later = leg.kind == CONTINUE or leg.first_index > 0
+        is_clean = not leg.has_tokens if begins_later else not progress.logical.has_output
+        return (is_clean or leg.is_given_up) and self._budget.take()
 
     def _try_again(self, request: OpenRequest, failed: Leg, code: str) -> bool:
-        progress = request.progress
+        progress, source = request.progress, failed.source
+        if source is not None and source.generated:
+            progress.attempt += 1  # fences the failed one at the worker that offers
+            may_pull = failed.kind == CONTINUE and not failed.is_given_up
+            if may_pull and self._continue(request, source):
+                return True
+            return self._start_over(request, source)
         source = progress.newest(PREFILL)
-        if failed.kind == CONTINUE and source is not None:
+        if failed.kind == CONTINUE and source is not None and not failed.is_given_up:
             progress.attempt += 1  # fences the failed one at the prefill worker
             return self._continue(request, source) or self._stay(request, source)
         for leg in progress.legs:
@@ -434,6 +504,26 @@ class Conductor:
     def on_load(self, worker_id: WorkerId, reported_at: float) -> None:
         """Bookings that the report shows need not be counted twice."""
         self._cluster.bookings.load_reported(worker_id, reported_at)
+        link = self._cluster.link(worker_id)
+        if link is not None and link.state().is_draining:
+            self._move_away(worker_id, link)
+
+    def _move_away(self, worker_id: WorkerId, link: WorkerLink) -> None:
+        """Ask a draining worker for what decodes there, as far as another can take it."""
+        view, now = self._cluster.view(), self._clock.now()
+        source = view.find(worker_id)
+        if source is None:
+            return
+        for request in self._open.values():
+            progress = request.progress
+            leg = _movable_leg(progress, worker_id, link.incarnation)
+            if leg is None or now - leg.migrate_asked_at < MIGRATE_RETRY_S:
+                continue
+            failed = frozenset(progress.failed)
+            if choose_decode(progress.facts, source, view, self._config.policy, failed) is None:
+                continue
+            leg.migrate_asked_at = now
+            link.migrate(progress.number, leg.attempt)
 
     def on_cut(self, worker_id: WorkerId, reason: str) -> None:
         """Count it; requests wait for a resume."""
@@ -467,6 +557,19 @@ class Conductor:
             for leg in request.progress.legs
             if leg.is_open and leg.worker_id == worker_id and leg.incarnation == incarnation
         ]
+
+
+def _movable_leg(
+    progress: Progress, worker_id: WorkerId, incarnation: Incarnation | None
+) -> Leg | None:
+    """Return the leg by which a request decodes at that worker, if it is one that can move."""
+    if progress.logical.num_choices != 1:
+        return None
+    for leg in progress.legs:
+        is_theirs = leg.worker_id == worker_id and leg.incarnation == incarnation
+        if is_theirs and leg.is_open and leg.kind != PREFILL and leg.has_tokens:
+            return None if leg.generated else leg
+    return None
 
 
 def _uncached(decision: Decision) -> int:

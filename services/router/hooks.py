@@ -40,6 +40,9 @@ class RouterHooks:
     def retried(self, call: GenerateCall, code: str) -> None:
         """A work item was dispatched again because of that error."""
 
+    def migrated(self, call: GenerateCall, gap_s: float) -> None:
+        """A request went on at another decode worker, that long after its last token."""
+
     def store_called(self, op: str, outcome: str, seconds: float) -> None:
         """The store answered, or did not."""
 
@@ -73,6 +76,11 @@ class MetricsHooks(RouterHooks):
     def retried(self, call: GenerateCall, code: str) -> None:
         """Count the retry."""
         self._metrics.add(catalog.RETRIES, 1, code=code)
+
+    def migrated(self, call: GenerateCall, gap_s: float) -> None:
+        """Count it and note its gap."""
+        self._metrics.add(catalog.MIGRATIONS, 1)
+        self._metrics.observe(catalog.MIGRATION_GAP, gap_s)
 
     def handoff_failed(self, code: str) -> None:
         """Count it; which plane it would have taken only its worker knows."""

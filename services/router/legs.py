@@ -27,9 +27,14 @@ class Leg:
     is_open: bool = True
     is_handed_off: bool = False
     has_failed: bool = False
+    is_given_up: bool = False  # its worker stopped it to migrate it, and could not offer it
     has_tokens: bool = False
     has_report: bool = False
     ticket: bytes = b""
+    generated: bytes = b""  # tokens so far, once this worker offers the request for migration
+    source: Leg | None = None  # of CONTINUE: whose ticket it was given
+    first_index: int = 0  # of the first token it was asked for
+    migrate_asked_at: float = float("-inf")
     stages: StageTimes = field(default_factory=StageTimes)
     cached_tokens: int = 0
 
@@ -62,6 +67,8 @@ class Progress:
     reason: str = ""  # why that mode
     attempt: int = 0
     num_retries: int = 0
+    num_migrations: int = 0
+    migration_gap_us: int = 0  # the longest
     failed: set[WorkerId] = field(default_factory=set)  # not to be tried again
     legs: list[Leg] = field(default_factory=list)
 
@@ -105,6 +112,9 @@ class Progress:
             if not leg.has_failed:
                 stages = stages.merged(leg.stages)
         last = self.legs[-1] if self.legs else None
+        if self.num_migrations:
+            decode_us = sum(leg.stages.decode_us for leg in self.legs if not leg.has_failed)
+            stages = replace(stages, decode_us=decode_us)
         timing = attribute(
             self.marks, stages, ended, has_decode_report=last is not None and last.has_report
         )
@@ -115,6 +125,8 @@ class Progress:
             reason=self.reason,
             prefill_worker=prefill,
             decode_worker=decode,
+            migrations=self.num_migrations,
+            migration_gap_us=self.migration_gap_us,
         )
 
     def _workers(self) -> tuple[str, str]:
@@ -122,5 +134,7 @@ class Progress:
         if self.mode == REMOTE:
             return (prefill.worker_id if prefill else ""), (decode.worker_id if decode else "")
         whole = self.newest(WHOLE)
+        if self.num_migrations:
+            whole = next((leg for leg in reversed(self.legs) if not leg.has_failed), whole)
         name = whole.worker_id if whole else ""
         return ("", name) if self.mode == LOCAL else (name, "")

@@ -92,6 +92,7 @@ class WorkerLink:
         self._seq = 0
         self._work: list[worker_pb2.Work] = []
         self._cancels: list[worker_pb2.Cancel] = []
+        self._migrates: list[worker_pb2.Migrate] = []
         self._acks: dict[tuple[int, int], int] = {}
         self._ping_due = False
         self._wake = asyncio.Event()
@@ -138,6 +139,12 @@ class WorkerLink:
         """Queue a cancel. On a broken Link none is needed: what is not resumed is cancelled."""
         if self.is_up:
             self._cancels.append(worker_pb2.Cancel(request=request, attempt=attempt, reason=reason))
+            self._wake.set()
+
+    def migrate(self, request: int, attempt: int) -> None:
+        """Ask the worker to offer this request's KV to another; asked again if it matters."""
+        if self.is_up:
+            self._migrates.append(worker_pb2.Migrate(request=request, attempt=attempt))
             self._wake.set()
 
     def ack(self, request: int, choice: int, index: int) -> None:
@@ -325,6 +332,7 @@ class WorkerLink:
             seq=self._seq,
             work=self._work,
             cancel=self._cancels,
+            migrate=self._migrates,
             ack=[
                 worker_pb2.Ack(request=request, choice=choice, index=index)
                 for (request, choice), index in self._acks.items()
@@ -337,6 +345,7 @@ class WorkerLink:
 
     def _forget_pending(self) -> None:
         self._work, self._cancels, self._ping_due = [], [], False
+        self._migrates = []
         self._acks.clear()
         if self._ack_timer is not None:
             self._ack_timer.cancel()

@@ -51,6 +51,7 @@ class Marks:
     first_token: float | None = None
     continued: float | None = None  # work item with the ticket sent
     decode_token: float | None = None  # first token of the decode leg
+    newest_token: float | None = None
     first_frame: float | None = None  # given to the front door
 
 

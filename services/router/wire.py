@@ -38,6 +38,14 @@ class WorkHead:
     slot_gen: int  # 0 = not stated
     deadline_ms: int
     ticket: bytes = b""
+    generated: bytes = b""  # tokens so far of a request under way, as on the wire
+
+    @property
+    def first_index(self) -> int:
+        """Index of the first token this work item will produce."""
+        if self.generated:
+            return len(self.generated) // 4
+        return 1 if self.kind == CONTINUE else 0
 
 
 def build_work(
@@ -53,7 +61,8 @@ def build_work(
         token_ids=pack_token_ids(call.token_ids),
         block_hashes=pack_hashes(hashes),
         sampling=sampling_message(call.sampling),
-        first_index=1 if head.kind == CONTINUE else 0,
+        first_index=head.first_index,
+        generated=head.generated,
         max_tokens=call.sampling.max_tokens,
         n=call.sampling.n,
         deadline_ms=head.deadline_ms,

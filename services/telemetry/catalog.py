@@ -102,6 +102,13 @@ RETRIES = Counter(
     "isthmus_retries_total", "work items", "Work items sent again, by the error that caused it.",
     ("code",),
 )  # fmt: skip
+MIGRATIONS = Counter(
+    "isthmus_migrations_total", "requests", "Requests that went on at another worker mid-answer."
+)
+MIGRATION_GAP = Histogram(
+    "isthmus_migration_gap_seconds", "s",
+    "Last token at one worker to the first at the next, as the router sees them.", _TOKEN_S,
+)  # fmt: skip
 
 # What the router decides, and its peers
 ROUTE_DECISIONS = Counter(

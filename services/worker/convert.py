@@ -52,6 +52,21 @@ def token_array(data: bytes, vocab_size: int) -> TokenArray:
     return tokens
 
 
+def generated_tokens(work: worker_pb2.Work, vocab_size: int) -> tuple[int, ...]:
+    """Read the tokens another worker made of a request under way; () when it begins here."""
+    if not work.generated:
+        return ()
+    generated = token_array(work.generated, vocab_size)
+    if len(generated) != work.first_index:
+        raise RequestError(
+            "invalid_argument",
+            f"{len(generated)} tokens are given and the next one is said to be "
+            f"number {work.first_index}",
+            param="generated",
+        )
+    return tuple(generated.tolist())
+
+
 def sampling_params(work: worker_pb2.Work, limits: Limits) -> SamplingParams:
     """Read the sampling parameters of a work item; the router has checked their ranges."""
     wire = work.sampling
@@ -124,6 +139,18 @@ def wire_tokens(event: TokensOut, request: int, attempt: int) -> worker_pb2.Toke
         first_index=event.first_index,
         token_ids=np.asarray(event.token_ids, dtype="<u4").tobytes(),
         logprobs=[wire_logprob(entry) for entry in event.logprobs],
+    )
+
+
+def wire_ticket(
+    ticket: bytes, generated: tuple[int, ...], request: int, attempt: int
+) -> worker_pb2.TicketReady:
+    """Build a TicketReady message."""
+    return worker_pb2.TicketReady(
+        request=request,
+        attempt=attempt,
+        ticket=ticket,
+        generated=np.asarray(generated, dtype="<u4").tobytes(),
     )
 
 

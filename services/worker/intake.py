@@ -39,7 +39,6 @@ class WorkItem:
     request_id: str
     kind: WorkKind
     ticket: bytes
-    block_hashes: tuple[BlockHash, ...]
     traceparent: str
     stats: TransferStats | None = None  # set by the transfer thread before `received`
 
@@ -89,6 +88,7 @@ class Intake:
             deadline=now + (work.deadline_ms or self._limits.default_timeout_ms) / 1000,
             priority=work.priority,
             tenant=work.tenant,
+            generated=convert.generated_tokens(work, manifest.vocab_size),
         )
         item = WorkItem(
             key=key,
@@ -98,7 +98,6 @@ class Intake:
             request_id=work.request_id,
             kind=kind,
             ticket=work.continue_from.ticket,
-            block_hashes=hashes,
             traceparent=work.traceparent,
         )
         return item, request

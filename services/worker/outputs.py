@@ -22,9 +22,7 @@ def add_outputs(
         if isinstance(item, TokensOut):
             frame.tokens.append(convert.wire_tokens(item, request, attempt))
         elif isinstance(item, TicketOut):
-            frame.tickets.append(
-                worker_pb2.TicketReady(request=request, attempt=attempt, ticket=item.ticket)
-            )
+            frame.tickets.append(convert.wire_ticket(item.ticket, item.generated, request, attempt))
         elif isinstance(item, Refused):
             frame.refusals.append(convert.wire_refusal(item, request, attempt))
         else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.clock import Clock
+from services.common.errors import RequestError
 from services.pb import worker_pb2, worker_pb2_grpc
 from services.telemetry.logs import get_logger
 from services.worker.outputs import add_outputs
@@ -22,6 +23,7 @@ ATTACH_TIMEOUT_S = 5.0
 LOAD_INTERVAL_S = 0.1  # piggy-backed at most this often
 HEARTBEAT_S = 0.5  # and sent at least this often
 MAX_DRAIN_S = 600.0
+MIGRATE_TIMEOUT_S = 5.0  # the running step, mostly
 
 log = get_logger(__name__)
 
@@ -228,10 +230,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.MigrateRequest,
         context: grpc.aio.ServicerContext[worker_pb2.MigrateRequest, worker_pb2.MigrateResponse],
     ) -> worker_pb2.MigrateResponse:
-        """Refuse: decode-to-decode migration is not built yet."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "decode-to-decode migration is not built yet"
-        )
+        """Offer a decoding request's KV to another worker; its router passes the ticket on."""
+        try:
+            ticket = await self._shell.migrate(
+                request.router_incarnation, request.request, MIGRATE_TIMEOUT_S
+            )
+        except RequestError as error:
+            found = error.spec.code == "not_found"
+            code = grpc.StatusCode.NOT_FOUND if found else grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, error.message)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the engine did not answer")
+        return worker_pb2.MigrateResponse(ticket=ticket)
 
     async def Reload(
         self,

@@ -27,10 +27,11 @@ MAX_ENDED_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class TicketOut:
-    """A ticket for the router to pass on."""
+    """A ticket for the router to pass on; with the tokens so far when the request migrates."""
 
     key: RequestKey
     ticket: bytes
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +177,13 @@ class RouterSession:
         for choice, index in enumerate(next_index):
             if index > 0:
                 self.acknowledge(entry.request, choice, index - 1)
-        if entry.ticket is not None:
-            yield entry.ticket
+        ticket = entry.ticket
+        if ticket is not None and not ticket.generated:
+            yield ticket
         for choice in sorted(entry.unacked):
             yield from entry.unacked[choice]
+        if ticket is not None and ticket.generated:  # it is for what follows these tokens
+            yield ticket
         yield from entry.ends
 
     def detach(self, now: float) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from services.engine.api import (
     Engine,
     EngineEvent,
     EngineRequest,
+    MigrateRefused,
     OfferReady,
     PrefillFinished,
     ReceiveWanted,
@@ -57,6 +59,8 @@ _WARM_UP_KEY = RequestKey("warm-up")
 _WARM_UP_TOKENS = 96
 
 log = get_logger(__name__)
+
+Event = TypeVar("Event")
 
 
 @dataclass(slots=True)
@@ -103,6 +107,8 @@ class WorkerShell:
         self._warm_up: asyncio.Future[None] | None = None
         self._works: dict[RequestKey, WorkItem] = {}
         self._unoffered: set[RequestKey] = set()  # engine thread only: offers that failed
+        # Callers of `migrate` that wait for a ticket; the event loop's.
+        self._migrations: dict[RequestKey, asyncio.Future[bytes]] = {}
         self._sessions: dict[int, RouterSession] = {}
         self._outboxes: dict[int, Callable[[Sequence[Outgoing]], None]] = {}
 
@@ -223,6 +229,50 @@ class WorkerShell:
             self._take(session, work)
         for cancel in frame.cancel:
             self._cancel(session, cancel)
+        for migrate in frame.migrate:
+            entry = session.current(migrate.request)
+            if entry is not None and entry.attempt == migrate.attempt and entry.ended_at is None:
+                self.engine.migrate(entry.key)
+
+    async def migrate(self, router_incarnation: int, request: int, timeout_s: float) -> bytes:
+        """Offer a running request's KV and return its ticket; its router hears of it too.
+
+        Raises:
+            RequestError: not_found, or invalid_argument when it cannot move now.
+            TimeoutError: the engine did not answer in time.
+        """
+        session = self._sessions.get(router_incarnation)
+        entry = session.current(request) if session is not None else None
+        if entry is None or entry.ended_at is not None or entry.key not in self._works:
+            raise RequestError("not_found", "no such request is open here", param="request")
+        if entry.key in self._migrations:
+            raise RequestError("duplicate_request", "its migration has begun", param="request")
+        ticket = asyncio.get_running_loop().create_future()
+        self._migrations[entry.key] = ticket
+        try:
+            self.engine.migrate(entry.key)
+            return await asyncio.wait_for(ticket, timeout_s)
+        finally:
+            del self._migrations[entry.key]
+
+    def _migrate_refused(self, event: MigrateRefused) -> None:
+        work = self._works.get(event.key)
+        log.info(
+            "worker.migrate_refused",
+            request_id=work.request_id if work else "",
+            reason=event.reason,
+        )
+        self._end_migration(event.key, RequestError("invalid_argument", event.reason))
+
+    def _end_migration(self, key: RequestKey, outcome: bytes | RequestError) -> None:
+        """Answer the caller that waits for this request's migration, if one does."""
+        waiting = self._migrations.get(key)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(outcome, RequestError):
+            waiting.set_exception(outcome)
+        else:
+            waiting.set_result(outcome)
 
     def sweep(self) -> None:
         """Give up requests whose router did not come back; forget what is long over."""
@@ -289,12 +339,18 @@ class WorkerShell:
             elif isinstance(event, OfferReady):
                 ticket = self._offer(event)
                 if ticket is not None:
-                    outgoing.append(TicketOut(event.key, ticket))
+                    outgoing.append(TicketOut(event.key, ticket, event.generated))
+            elif isinstance(event, MigrateRefused):
+                self._on_loop(self._migrate_refused, event)
             else:
                 self._on_transfer_event(event)
+        if outgoing:
+            self._on_loop(self._deliver, outgoing)
+
+    def _on_loop(self, call: Callable[[Event], None], event: Event) -> None:
         loop = self._loop
-        if outgoing and loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._deliver, outgoing)
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(call, event)
 
     def _on_transfer_event(
         self,
@@ -352,7 +408,7 @@ class WorkerShell:
             )
             return
         self.sink.open(
-            event.key, work.ticket, work.attempt, event.have, work.block_hashes, work.traceparent
+            event.key, work.ticket, work.attempt, event.have, event.block_hashes, work.traceparent
         )
 
     # -- transfer threads ------------------------------------------------------------------
@@ -398,6 +454,8 @@ class WorkerShell:
             if not work.session.record(item, now):
                 self.engine.cancel(event.key, "the router lags too far behind")
             batches.setdefault(work.session.router_incarnation, []).append(item)
+            if isinstance(event, TicketOut):
+                self._end_migration(event.key, event.ticket)
             if isinstance(event, Refused) or (isinstance(event, ChoiceDone) and event.all_choices):
                 self._ended(event)
         for incarnation, items in batches.items():
@@ -410,6 +468,8 @@ class WorkerShell:
         work = self._works.pop(item.key, None)
         if work is None:
             return
+        # A migration has given its ticket before it ends the work item.
+        self._end_migration(item.key, RequestError("not_found", "the request has ended"))
         code = item.code if isinstance(item, Refused) else item.error_code
         log.info(
             "worker.work_ended",

@@ -77,6 +77,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.address = ""
         self.jobs: list[Job] = []
         self.cancels: list[worker_pb2.Cancel] = []
+        self.migrates: list[worker_pb2.Migrate] = []
+        self.can_offer = True  # False: a migration ends without a ticket
         self.acks: dict[tuple[int, int], int] = {}
         self.num_attaches = 0
         self.load = LoadReport(kv_free=1000, kv_total=1000)
@@ -206,6 +208,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await self._awake.wait()
             for cancel in frame.cancel:
                 self._take_cancel(cancel)
+            for migrate in frame.migrate:
+                self.migrates.append(migrate)
+                self._migrate(migrate)
             for ack in frame.ack:
                 self.acks[(ack.request, ack.choice)] = ack.index
             for work in frame.work:
@@ -285,6 +290,24 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 if job.task is not None:
                     job.task.cancel()
 
+    def _migrate(self, migrate: worker_pb2.Migrate) -> None:
+        """Stop the request and offer what it has, as an engine between two steps does."""
+        for job in self.jobs:
+            if (job.work.request, job.work.attempt) != (migrate.request, migrate.attempt):
+                continue
+            if job.task is None or job.ends or not job.sent:
+                continue
+            job.task.cancel()
+            if self.can_offer:
+                before = job.work.generated or struct.pack("<I", expected_token(
+                    prompt_of(job.work), 0, 0)) * job.work.first_index  # fmt: skip
+                self.send_ticket(job, before + b"".join(t.token_ids for t in job.sent))
+            self.send_done(job, handed_off=True)
+
+    def report(self) -> None:
+        """Send a load report now."""
+        self.send(worker_pb2.WorkerFrame(load=self._load()))
+
     def send(self, frame: worker_pb2.WorkerFrame) -> None:
         """Queue a frame."""
         self._outbox.put_nowait(frame)
@@ -302,11 +325,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         job.sent.append(tokens)
         self.send(worker_pb2.WorkerFrame(tokens=[tokens]))
 
-    def send_ticket(self, job: Job) -> None:
-        """Send the ticket."""
+    def send_ticket(self, job: Job, generated: bytes = b"") -> None:
+        """Send the ticket; with the tokens so far, the request migrates."""
         job.ticket = worker_pb2.TicketReady(
             request=job.work.request, attempt=job.work.attempt,
-            ticket=f"ticket of {self.worker_id}".encode(),
+            ticket=f"ticket of {self.worker_id}".encode(), generated=generated,
         )  # fmt: skip
         self.send(worker_pb2.WorkerFrame(tickets=[job.ticket]))
 
@@ -350,7 +373,7 @@ async def run_job(worker: FakeWorker, job: Job) -> None:
                 worker.send_done(job, choice, all_choices=False)
         worker.send_done(job, work.n - 1, handed_off=work.max_tokens > 1)
         return
-    await decode(worker, job, 1 if job.kind == "continue_from" else 0)
+    await decode(worker, job, work.first_index)
 
 
 async def decode(worker: FakeWorker, job: Job, first: int, count: int | None = None) -> None:

@@ -43,6 +43,7 @@ class RecordingEngine:
         self.requests: list[EngineRequest] = []
         self.cancelled: list[RequestKey] = []
         self.released: list[RequestKey] = []
+        self.migrated: list[RequestKey] = []
         self.received_keys: list[RequestKey] = []
         self.failed: list[tuple[RequestKey, str, bool]] = []
         self.load_value = EngineLoad(blocks_total=8, blocks_free=8)
@@ -63,6 +64,9 @@ class RecordingEngine:
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         self.cancelled.append(key)
+
+    def migrate(self, key: RequestKey) -> None:
+        self.migrated.append(key)
 
     def source_released(self, key: RequestKey) -> None:
         self.released.append(key)
