@@ -80,13 +80,19 @@ class Supervisor:
     def run(self, start_timeout_s: float) -> int:
         """Start everything, keep it running until a signal, stop it; return the exit status."""
         with self._signals.installed(), self._view:
+            self._view.starting(self._units)
             status = exits.FAILED
             try:
                 status = self._serve(start_timeout_s)
             finally:
                 self._set_state("stopping")
+                if self._signals.count:
+                    self._view.stopping(self._drain_s)
                 self._stop_all()
                 self._set_state("stopped" if status == exits.OK else "failed")
+                self._view.refresh(self._clock.now(), self._units, self._store)
+                if self._signals.count:
+                    self._view.stopped()
             return status
 
     def _serve(self, start_timeout_s: float) -> int:
@@ -137,7 +143,7 @@ class Supervisor:
                 self._view.changed(unit)
         if changed:
             self._publish()
-        self._view.refresh(now, self._units)
+        self._view.refresh(now, self._units, self._store)
 
     # -- stopping ----------------------------------------------------------------------------
 
@@ -154,13 +160,16 @@ class Supervisor:
     def _stop_group(self, units: Sequence[Unit], asked: int) -> None:
         for unit in units:
             unit.close_probe()
+            unit.state.stopping()
             unit.child.send(signal.SIGTERM)
             unit.child.send(signal.SIGCONT)  # a stopped process takes no other signal
+        self._publish()
         deadline = self._clock.now() + self._drain_s + _KILL_WAIT_S
         while any(unit.child.is_running for unit in units) and self._clock.now() < deadline:
             if self._signals.count > asked:
                 break
             self._signals.wait(_TICK_S / 2)
+            self._view.refresh(self._clock.now(), self._units, self._store)
         for unit in units:
             unit.child.send(signal.SIGKILL)
         for unit in units:

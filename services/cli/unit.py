@@ -18,6 +18,7 @@ READY = "ready"
 UNREADY = "unready"  # runs, but its health service does not say SERVING
 WAITING = "waiting"  # died; starts again soon
 FAILED = "failed"  # died too often
+STOPPING = "stopping"  # asked to end
 STOPPED = "stopped"
 
 
@@ -43,7 +44,7 @@ class UnitState:
             exit_status: of the current life, None while it runs.
             is_serving: the last answer of its health service, None = no answer yet.
         """
-        if self.state in (FAILED, STOPPED):
+        if self.state in (FAILED, STOPPING, STOPPED):
             return False
         if self.state == WAITING:
             if now < self._restart_at:
@@ -71,6 +72,10 @@ class UnitState:
             self.state = FAILED
         else:
             self.state, self._restart_at = WAITING, now + decision.delay_s
+
+    def stopping(self) -> None:
+        """The process is asked to end."""
+        self.state = STOPPING
 
     def stopped(self) -> None:
         """The process was asked to end, and did."""

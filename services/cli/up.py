@@ -114,6 +114,11 @@ class _Run:
         self._runtime_dir = runtime_dir
         self._json_status = json_status
         self._log_dir = log_dir if log_dir is not None else runtime_dir / "logs"
+        self._log_hint = (
+            "run again with --log-dir DIR to keep the logs"
+            if log_dir is None
+            else f"logs: {log_dir}"
+        )
         self._config_path = runtime_dir / "isthmus.yaml"
         self.engine = Engine.model
 
@@ -217,8 +222,8 @@ class _Run:
         from services.cli.up_view import LiveView, PlainView
 
         if sys.stdout.isatty():
-            return LiveView(str(self._log_dir))
-        return PlainView(sys.stdout, str(self._log_dir))
+            return LiveView(self._log_hint)
+        return PlainView(sys.stdout, self._log_hint)
 
 
 def _check_ports(plans: Sequence[PlannedProcess]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import grpc
 
-from services.cli.unit import READY, Unit
+from services.cli.store_unit import StoreUnit
+from services.cli.unit import READY, STOPPED, STOPPING, Unit
 from services.pb import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ class View(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
+    def starting(self, units: Sequence[Unit]) -> None:
+        """The start begins."""
+        ...
+
     def changed(self, unit: Unit) -> None:
         """A process changed its state."""
         ...
@@ -43,17 +49,25 @@ class View(Protocol):
         """The start failed because of these."""
         ...
 
-    def refresh(self, now: float, units: Sequence[Unit]) -> None:
+    def refresh(self, now: float, units: Sequence[Unit], store: StoreUnit) -> None:
         """Time passed."""
+        ...
+
+    def stopping(self, drain_s: float) -> None:
+        """The end was asked for; running requests have `drain_s` seconds."""
+        ...
+
+    def stopped(self) -> None:
+        """The end that was asked for is there."""
         ...
 
 
 class PlainView:
     """One line for every change."""
 
-    def __init__(self, out: TextIO, log_dir: str) -> None:
+    def __init__(self, out: TextIO, log_hint: str) -> None:
         self._out = out
-        self._log_dir = log_dir
+        self._log_hint = log_hint
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +84,10 @@ class PlainView:
         self._out.write(line + "\n")
         self._out.flush()
 
+    def starting(self, units: Sequence[Unit]) -> None:
+        """Say what is to come: it takes seconds until the first change."""
+        self._say(starting_line(units))
+
     def changed(self, unit: Unit) -> None:
         """Print the new state."""
         self._say(describe_change(unit))
@@ -82,27 +100,35 @@ class PlainView:
 
     def failed(self, units: Sequence[Unit]) -> None:
         """Quote the logs of what failed."""
-        for line in failure_lines(units, self._log_dir):
+        for line in failure_lines(units, self._log_hint):
             self._say(line)
 
-    def refresh(self, now: float, units: Sequence[Unit]) -> None:
+    def refresh(self, now: float, units: Sequence[Unit], store: StoreUnit) -> None:
         """Nothing: lines come with changes only."""
+
+    def stopping(self, drain_s: float) -> None:
+        """Say what is waited for."""
+        self._say(stopping_line(drain_s))
+
+    def stopped(self) -> None:
+        """Say that nothing is left."""
+        self._say(STOPPED)
 
 
 class LiveView:
     """A table redrawn once a second, with figures read from the workers."""
 
-    def __init__(self, log_dir: str) -> None:
+    def __init__(self, log_hint: str) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._console = Console()
         # No refresh thread: the supervisor forks, and its loop calls refresh() anyway.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
-        self._log_dir = log_dir
+        self._log_hint = log_hint
         self._figures = WorkerFigures()
         self._next_at = 0.0
-        self._is_ready = False
+        self._title = "starting"
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -117,6 +143,9 @@ class LiveView:
         self._live.stop()
         self._figures.close()
 
+    def starting(self, units: Sequence[Unit]) -> None:
+        """Nothing: the table says so."""
+
     def changed(self, unit: Unit) -> None:
         """Redraw at the next tick."""
         self._next_at = 0.0
@@ -127,40 +156,29 @@ class LiveView:
         """Print the addresses above the table."""
         for line in endpoint_lines(units):
             self._console.print(line, highlight=False)
-        self._is_ready = True
+        self._title = "ready; Ctrl-C stops everything"
 
     def failed(self, units: Sequence[Unit]) -> None:
         """Quote the logs of what failed."""
-        for line in failure_lines(units, self._log_dir):
+        for line in failure_lines(units, self._log_hint):
             self._console.print(line, style="red", highlight=False, markup=False)
 
-    def refresh(self, now: float, units: Sequence[Unit]) -> None:
-        """Redraw once a second."""
-        if now >= self._next_at:
+    def refresh(self, now: float, units: Sequence[Unit], store: StoreUnit) -> None:
+        """Redraw once a second, and when something changed."""
+        if now >= self._next_at or all(unit.state.state == STOPPED for unit in units):
             self._next_at = now + _REFRESH_S
             self._figures.poll(units)
-            self._live.update(self._table(units), refresh=True)
+            table = process_table(self._title, units, store, self._figures)
+            self._live.update(table, refresh=True)
 
-    def _table(self, units: Sequence[Unit]) -> Table:
-        from rich.table import Table
+    def stopping(self, drain_s: float) -> None:
+        """Say what is waited for, as long as it is."""
+        self._title = stopping_line(drain_s)
+        self._next_at = 0.0
 
-        title = "ready; Ctrl-C stops everything" if self._is_ready else "starting"
-        table = Table(title=title, title_justify="left")
-        for column in ("process", "state", "pid", "address", "requests", "KV blocks", "restarts"):
-            table.add_column(column)
-        for unit in units:
-            colour = "green" if unit.state.state == READY else "yellow"
-            requests, blocks = self._figures.cells(unit)
-            table.add_row(
-                unit.plan.name,
-                f"[{colour}]{unit.state.state}[/]",
-                str(unit.child.pid or ""),
-                unit.http or unit.grpc,
-                requests,
-                blocks,
-                str(unit.state.num_restarts),
-            )
-        return table
+    def stopped(self) -> None:
+        """Say that nothing is left."""
+        self._console.print(STOPPED)
 
 
 class WorkerFigures:
@@ -181,7 +199,7 @@ class WorkerFigures:
                 continue
             if call is not None:
                 self._collect(unit.grpc, call)
-            if unit.state.state == READY:
+            if unit.state.state in (READY, STOPPING):  # the latter: how many are left
                 self._ask(unit.grpc)
 
     def _ask(self, address: str) -> None:
@@ -211,6 +229,57 @@ class WorkerFigures:
             channel.close()
 
 
+def process_table(
+    title: str, units: Sequence[Unit], store: StoreUnit, figures: WorkerFigures
+) -> Table:
+    """One row a process, the store's first; it fits a terminal of 80 columns."""
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True
+    )
+    table.add_column("process", no_wrap=True)
+    table.add_column("state")
+    table.add_column("pid", no_wrap=True)
+    table.add_column("address", no_wrap=True)
+    for column in ("reqs", "KV blocks", "restarts"):
+        table.add_column(column, justify="right")
+    for entry in store.describe():
+        # Where it listens is a path in a private directory: nothing people would type.
+        state, pid, restarts = (str(entry[key]) for key in ("state", "pid", "restarts"))
+        table.add_row(str(entry["name"]), _coloured(state), pid, "", "", "", restarts)
+    for unit in units:
+        requests, blocks = figures.cells(unit)
+        table.add_row(
+            unit.plan.name,
+            _coloured(unit.state.state),
+            str(unit.child.pid or ""),
+            f"{unit.grpc} gRPC\n{unit.http} HTTP" if unit.http else unit.grpc,
+            requests,
+            blocks,
+            str(unit.state.num_restarts),
+        )
+    return table
+
+
+def _coloured(state: str) -> str:
+    return f"[{'green' if state == READY else 'yellow'}]{state}[/]"
+
+
+def starting_line(units: Sequence[Unit]) -> str:
+    """What is about to start, by kind."""
+    kinds = Counter(unit.plan.role for unit in units)
+    words = [f"{count} {role}" for role, count in kinds.items()]
+    return f"starting {', '.join(words)} ..."
+
+
+def stopping_line(drain_s: float) -> str:
+    """What the end waits for, and how not to wait."""
+    return (
+        f"stopping; waiting up to {drain_s:g} s for running requests (Ctrl-C again: end them now)"
+    )
+
+
 def describe_change(unit: Unit) -> str:
     """One line about a process's new state."""
     place = f"pid {unit.child.pid}, {unit.grpc}" if unit.state.state == READY else ""
@@ -228,12 +297,12 @@ def endpoint_lines(units: Sequence[Unit]) -> list[str]:
     return lines
 
 
-def failure_lines(units: Sequence[Unit], log_dir: str) -> list[str]:
+def failure_lines(units: Sequence[Unit], log_hint: str) -> list[str]:
     """Why the start failed, with the last lines of the logs concerned."""
     lines = []
     for unit in units:
         reason = unit.state.reason or "not ready in time"
         lines.append(f"{unit.plan.name}: {unit.state.state}: {reason}; the last lines of its log:")
         lines += [f"    {line}" for line in unit.child.tail(_TAIL_LINES)] or ["    (empty)"]
-    lines.append(f"logs: {log_dir} (removed at exit unless --log-dir was given)")
+    lines.append(log_hint)
     return lines

@@ -81,6 +81,10 @@ def test_starts_all_reports_addresses_and_stops_routers_first(tmp_path: Path) ->
         code, out = run.finish()
     assert code == 0
     assert f"http://{run.entry('router-0')['http']}/v1" in out
+    lines = out.splitlines()
+    assert lines[0] == "starting 2 decode, 1 router ..."
+    assert lines[-2].startswith("stopping; waiting up to 1 s for running requests")
+    assert lines[-1] == "stopped"
     assert (tmp_path / "stop-order").read_text().split() == ["router", "serve", "serve"]
     assert run.status()["state"] == "stopped"
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
