@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.common.ids import BlockId
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
-from services.transfer.memfd_plane import pull_block
+from services.transfer.memfd_plane import pull_blocks
 from services.transfer.receiver import Pull, ReceiverTransfer
 from services.transfer.zmq_plane import Block
 
@@ -36,18 +36,32 @@ class BlockWriter:
             return BAD_LENGTH
         return self._judge(machine, index, dest)
 
-    def pull(self, machine: ReceiverTransfer, pool: KvPoolMemory, pull: Pull) -> str | None:
-        """Copy a block out of a peer's pool; its digest is verified at the configured rate."""
-        dest = self._memory.blocks[pull.dest]
-        if pull.source_block >= pool.num_blocks:
-            return BAD_GENERATION
-        if not pull_block(pool, pull.source_block, pull.gen, dest):
-            return BAD_GENERATION
-        self._num_pulled += 1
-        if self._num_pulled % self._digest_sampling:
-            self._store(machine, pull.index, pull.dest)
-            return None
-        return self._judge(machine, pull.index, pull.dest)
+    def pull(
+        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+    ) -> list[str | None]:
+        """Copy blocks out of a peer's pool; digests are verified at the configured rate."""
+        if any(pull.source_block >= pool.num_blocks for pull in pulls):
+            return [BAD_GENERATION] * len(pulls)  # the peer talks nonsense: believe none of it
+        good = pull_blocks(
+            pool,
+            [pull.source_block for pull in pulls],
+            [pull.gen for pull in pulls],
+            self._memory.blocks,
+            [pull.dest for pull in pulls],
+        )
+        verdicts: list[str | None] = []
+        unverified: list[Pull] = []
+        for pull, is_good in zip(pulls, good, strict=True):
+            self._num_pulled += is_good
+            if not is_good:
+                verdicts.append(BAD_GENERATION)
+            elif self._num_pulled % self._digest_sampling:
+                verdicts.append(None)
+                unverified.append(pull)
+            else:
+                verdicts.append(self._judge(machine, pull.index, pull.dest))
+        self._store_all(machine, unverified)
+        return verdicts
 
     def _judge(self, machine: ReceiverTransfer, index: int, dest: BlockId) -> str | None:
         block = self._memory.blocks[dest]
@@ -63,3 +77,9 @@ class BlockWriter:
     def _store(self, machine: ReceiverTransfer, index: int, dest: BlockId) -> None:
         if index < machine.num_blocks:
             self._memory.digests[dest] = machine.digests_of(index)
+
+    def _store_all(self, machine: ReceiverTransfer, pulls: Sequence[Pull]) -> None:
+        full = [pull for pull in pulls if pull.index < machine.num_blocks]
+        if full:
+            rows = [machine.digests_of(pull.index) for pull in full]
+            self._memory.digests[[pull.dest for pull in full]] = rows

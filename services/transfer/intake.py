@@ -22,7 +22,8 @@ from services.transfer.wire import Message, MessageType
 log = get_logger(__name__)
 
 _PULL_SLICE_S = 0.002  # then commands and messages are looked at
-_PULLS_A_STEP = 8
+_PULLS_A_STEP = 16  # 5 MiB: what a cancel waits for
+_PULLED_A_MESSAGE = 64
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
 
@@ -91,7 +92,9 @@ class Intake:
         while self._pulling:
             receive, _ = self._pulling.popitem(last=False)
             self._pull_step(receive)
-            if receive.machine.has_pulls():
+            has_more = receive.machine.has_pulls()
+            self._say_pulled(receive, has_more)
+            if has_more:
                 self._pulling[receive] = None  # to the back
             if self._clock.now() >= end:
                 return
@@ -121,31 +124,45 @@ class Intake:
         pool, machine = receive.pool, receive.machine
         if pool is None:
             return
-        done: list[int] = []
-        for pull in machine.take_pulls(_PULLS_A_STEP):
-            if machine.dest_of(pull.index) is None:
-                return  # the block before this one ended the receive
-            done.append(pull.index)
-            self._on_verdict(receive, pull.index, self._writer.pull(machine, pool, pull))
-        if machine.state is ReceiverState.PULLING:
-            for lo, hi in _ranges(done):
+        pulls = machine.take_pulls(_PULLS_A_STEP)
+        verdicts = self._writer.pull(machine, pool, pulls)
+        self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
+        good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
+        self._counters.blocks += len(good)
+        receive.pulled.extend(good)
+        self._apply(receive, machine.on_good_blocks(good, self._clock.now()))
+        for pull, wrong in zip(pulls, verdicts, strict=True):
+            if wrong is not None:
+                self._on_wrong(receive, pull.index, wrong)
+
+    def _say_pulled(self, receive: Receive, has_more: bool) -> None:
+        """Send PULLED, not for every step: each one wakes the peer; DONE says it of the last."""
+        pulled = receive.pulled
+        if not pulled or (has_more and len(pulled) < _PULLED_A_MESSAGE):
+            return
+        if receive.machine.state is ReceiverState.PULLING:
+            for lo, hi in _ranges(pulled):
                 body = pb.Pulled(lo=lo, hi=hi).SerializeToString()
                 receive.send(MessageType.PULLED, body)
+        pulled.clear()
 
     def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
-        if wrong is None:
-            self._counters.blocks += 1
-        else:
-            self._counters.integrity_errors += 1
-            log.warning(
-                "transfer.integrity_error",
-                peer=receive.ticket.worker_id,
-                reason=wrong,
-                plane=receive.plane,
-            )
-        actions = receive.machine.on_block(index, wrong is None, self._clock.now(), wrong or "")
-        self._apply(receive, actions)
+        if wrong is not None:
+            self._on_wrong(receive, index, wrong)
+            return
+        self._counters.blocks += 1
+        self._apply(receive, receive.machine.on_block(index, True, self._clock.now()))
+
+    def _on_wrong(self, receive: Receive, index: int, wrong: str) -> None:
+        self._counters.integrity_errors += 1
+        log.warning(
+            "transfer.integrity_error",
+            peer=receive.ticket.worker_id,
+            reason=wrong,
+            plane=receive.plane,
+        )
+        self._apply(receive, receive.machine.on_block(index, False, self._clock.now(), wrong))
 
 
 def _ranges(indexes: list[int]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,18 +33,49 @@ class HandoverError(Exception):
     """The pool could not be handed over; the zmq plane still can be used."""
 
 
-def pull_block(
-    source: KvPoolMemory, source_block: int, gen: int, dest: npt.NDArray[np.uint8]
-) -> bool:
-    """Copy one block; True only if its generation was `gen`, even, before and after.
+def pull_blocks(
+    source: KvPoolMemory,
+    source_blocks: Sequence[int],
+    gens: Sequence[int],
+    dest: npt.NDArray[np.uint8],
+    dest_blocks: Sequence[int],
+) -> list[bool]:
+    """Copy blocks; True for those whose generation was the one in `gens`, even, before and after.
 
-    The generation is read around the copy: a writer makes it odd before it touches the block. On
-    x86-64 loads are not reordered with loads; elsewhere a native helper has to order them.
+    The generations are read around the copies: a writer makes one odd before it touches the block.
+    On x86-64 loads are not reordered with loads; elsewhere a native helper has to order them.
+
+    Args:
+        dest: `[num_blocks, block_bytes]`, a pool; `dest_blocks` are rows of it.
     """
-    if gen % 2 or int(source.gens[source_block]) != gen:
-        return False
-    np.copyto(dest, source.blocks[source_block])
-    return int(source.gens[source_block]) == gen
+    rows = np.array(source_blocks, dtype=np.int64)
+    wanted = np.array(gens, dtype=np.uint64)
+    before = (source.gens[rows] == wanted) & (wanted % 2 == 0)
+    for start, stop in _runs(before.tolist(), source_blocks, dest_blocks):
+        at, to, count = source_blocks[start], dest_blocks[start], stop - start
+        np.copyto(dest[to : to + count], source.blocks[at : at + count])
+    good: list[bool] = (before & (source.gens[rows] == wanted)).tolist()
+    return good
+
+
+def _runs(
+    wanted: Sequence[bool], source_blocks: Sequence[int], dest_blocks: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) of wanted blocks that lie one after the other on both sides."""
+    start = None
+    for i, is_wanted in enumerate(wanted):
+        if start is not None:
+            offset = i - start
+            follows = (
+                source_blocks[i] == source_blocks[start] + offset
+                and dest_blocks[i] == dest_blocks[start] + offset
+            )
+            if is_wanted and follows:
+                continue
+            yield start, i
+        start = i if is_wanted else None
+    if start is not None:
+        yield start, len(wanted)
 
 
 # ---- prefill side -----------------------------------------------------------------------------

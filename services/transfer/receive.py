@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -48,6 +48,7 @@ class Receive:
     pool: KvPoolMemory | None = None  # the peer's, on memfd
     plane: str = ""
     published_state: ReceiverState | None = None
+    pulled: list[int] = field(default_factory=list)  # not yet told to the peer
 
     @property
     def key(self) -> str:

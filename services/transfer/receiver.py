@@ -10,6 +10,7 @@ the thread that drives this object is the one that writes, so nothing is written
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -161,7 +162,7 @@ ReceiverAction = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every block, and freezing triples its cost
 class Pull:
     """One block to copy out of the peer's pool (memfd)."""
 
@@ -203,7 +204,7 @@ class ReceiverTransfer:
         self._sources = [0] * (self.num_blocks + 1)
         self._digests: list[U64Array | None] = [None] * (self.num_blocks + 1)
         self._nacks = [0] * (self.num_blocks + 1)
-        self._pull_queue: list[int] = []
+        self._pull_queue: OrderedDict[int, None] = OrderedDict()
         self._pending = 0  # announced, not verified
         self._granted = 0  # cumulative credit of this connection
         self._accounted = 0  # of it: arrived, or given up as lost
@@ -288,13 +289,13 @@ class ReceiverTransfer:
         if self.first_ready_at is None:
             self.first_ready_at = now
         self._progress_at = now
-        for offset in range(len(ready.gens)):
-            index = ready.lo + offset
+        news = zip(ready.gens.tolist(), ready.source_blocks.tolist(), ready.digests, strict=True)
+        for index, (gen, source_block, digests) in enumerate(news, start=ready.lo):
             if self._slots[index] in (Slot.VERIFIED, Slot.HAD):
                 continue
-            self._gens[index] = int(ready.gens[offset])
-            self._sources[index] = int(ready.source_blocks[offset])
-            self._digests[index] = ready.digests[offset]
+            self._gens[index] = gen
+            self._sources[index] = source_block
+            self._digests[index] = digests
             self._announce(index)
         return [WorkReady(), *self._try_finish(now)]
 
@@ -395,7 +396,7 @@ class ReceiverTransfer:
         if self.plane != "memfd" or self.state is not ReceiverState.PULLING:
             return pulls
         while self._pull_queue and len(pulls) < limit:
-            index = self._pull_queue.pop()
+            index, _ = self._pull_queue.popitem(last=False)
             dest = self.dest_of(index)
             if dest is not None:
                 pulls.append(Pull(index, self._sources[index], self._gens[index], dest))
@@ -410,17 +411,25 @@ class ReceiverTransfer:
         self, index: int, is_good: bool, now: float, why: str = ""
     ) -> list[ReceiverAction]:
         """Take the verdict on a block that was written."""
+        if is_good:
+            return self.on_good_blocks((index,), now)
         if self.dest_of(index) is None:
             return []
         self._progress_at = now
-        if is_good:
+        return self._nack([index], why)
+
+    def on_good_blocks(self, indexes: Sequence[int], now: float) -> list[ReceiverAction]:
+        """Take blocks that were written and are what was announced."""
+        for index in indexes:
+            if self.dest_of(index) is None:
+                continue
             self._slots[index] = Slot.VERIFIED
             self._pending -= 1
             self._num_missing -= 1
             self._num_stalls = 0
             self.blocks_moved += 1
-            return self._try_finish(now)
-        return self._nack([index], why)
+            self._progress_at = now
+        return self._try_finish(now)
 
     def account(self, num_blocks: int) -> None:
         """Note DATA frames that arrived, wanted or not: their credit is used up."""
@@ -522,8 +531,11 @@ class ReceiverTransfer:
         if self._slots[index] is Slot.UNKNOWN:
             self._slots[index] = Slot.ANNOUNCED
             self._pending += 1
-        if index not in self._pull_queue:
-            self._pull_queue.append(index)
+        self._queue_pull(index)
+
+    def _queue_pull(self, index: int) -> None:
+        if self.plane == "memfd":
+            self._pull_queue[index] = None
 
     def _nack(self, indexes: list[int], why: str) -> list[ReceiverAction]:
         self.num_nacks += 1
@@ -534,15 +546,16 @@ class ReceiverTransfer:
         if self._peer_gone:
             return self._fail("handoff_failed", "a block is wrong and its owner is gone", True)
         if self.plane == "memfd" and self.num_blocks in indexes:
-            self._pull_queue.append(self.num_blocks)  # FINAL is not repeated: read the tail again
+            self._queue_pull(self.num_blocks)  # FINAL is not repeated: read the tail again
         blocks = tuple(i for i in indexes if i < self.num_blocks)
         return [SendNack(blocks, self.num_blocks in indexes, why), WorkReady()]
 
     def _begin_pulling(self, now: float) -> list[ReceiverAction]:
         self.state = ReceiverState.PULLING
         self._progress_at = now
-        self._pull_queue = [i for i, slot in enumerate(self._slots) if slot is Slot.ANNOUNCED]
-        self._pull_queue.reverse()
+        for index, slot in enumerate(self._slots):
+            if slot is Slot.ANNOUNCED:
+                self._queue_pull(index)
         return [WorkReady(), *self._try_finish(now)]
 
     def _try_finish(self, now: float) -> list[ReceiverAction]:

@@ -11,7 +11,7 @@ from services.common.errors import ConfigError
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.loop import Inbox, Timers
-from services.transfer.memfd_plane import pull_block
+from services.transfer.memfd_plane import pull_blocks
 from services.transfer.wire import WireError
 from services.transfer.zmq_plane import check_host, parse_route, peer_base, split_endpoint
 from tests.support.transfer_ends import LAYOUT
@@ -109,16 +109,34 @@ def test_inbox_refuses_after_close_and_returns_what_came_late() -> None:
     assert inbox.take() == []
 
 
+def _pull(pool: KvPoolMemory, gen: int, dest: np.ndarray) -> bool:
+    (good,) = pull_blocks(pool, [0], [gen], dest, [0])
+    return good
+
+
+def test_blocks_in_any_order_and_in_runs_come_where_they_belong() -> None:
+    with KvPoolMemory.create(LAYOUT, 8, kind="anonymous") as pool:
+        pool.blocks[:] = np.arange(8, dtype=np.uint8)[:, None] + 1
+        pool.gens[:] = 2
+        pool.gens[3] = 4  # reused since it was announced
+        dest = np.zeros((8, LAYOUT.block_bytes), np.uint8)
+        sources, dests = [1, 2, 3, 4, 5, 0, 7], [4, 5, 6, 7, 0, 1, 3]
+        good = pull_blocks(pool, sources, [2] * 7, dest, dests)
+        assert good == [True, True, False, True, True, True, True]
+        assert dest[:, 0].tolist() == [6, 1, 0, 8, 2, 3, 0, 5]
+        assert (dest == dest[:, :1]).all()
+
+
 def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
     with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
         pool.blocks[0] = 7
-        dest = np.zeros(LAYOUT.block_bytes, np.uint8)
+        dest = np.zeros((1, LAYOUT.block_bytes), np.uint8)
         pool.gens[0] = 4
-        assert pull_block(pool, 0, 4, dest)
+        assert _pull(pool, 4, dest)
         assert (dest == 7).all()
-        assert not pull_block(pool, 0, 2, dest)  # reused since it was announced
+        assert not _pull(pool, 2, dest)  # reused since it was announced
         pool.gens[0] = 5
-        assert not pull_block(pool, 0, 5, dest)  # being written
+        assert not _pull(pool, 5, dest)  # being written
         pool.gens[0] = 4
 
         class Racing:
@@ -131,4 +149,4 @@ def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
                 pool.gens[0] += 1
                 return pool.blocks
 
-        assert not pull_block(Racing(), 0, 4, dest)  # type: ignore[arg-type]  # same two views
+        assert not _pull(Racing(), 4, dest)  # type: ignore[arg-type]  # same two views
