@@ -11,9 +11,12 @@ from services.cli import exits
 from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from services.pb import admin_pb2, worker_pb2
 
 _RPC_TIMEOUT_S = 3.0
+_PIPE_COLUMNS = 160
 
 
 def status(
@@ -21,7 +24,7 @@ def status(
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Show the cluster: workers, their state, load, KV blocks and the planes in use."""
+    """Show the cluster: workers, their load and the planes in use; exit 1 without workers."""
     import grpc
 
     from services.cli.client import connect, credentials, explain_rpc_error
@@ -45,8 +48,8 @@ def status(
     if as_json:
         typer.echo(json.dumps(to_json(cluster, own), indent=2))
     else:
-        _print_table(cluster, own)
-    return exits.OK
+        _print_cluster(cluster, own)
+    return exits.OK if cluster.workers else exits.FAILED
 
 
 def _ask_worker(address: str) -> worker_pb2.StatusResponse | None:
@@ -94,40 +97,59 @@ def to_json(
     }
 
 
-def _print_table(
+def _print_cluster(
     cluster: admin_pb2.ClusterStatusResponse, own: dict[str, worker_pb2.StatusResponse | None]
 ) -> None:
+    import sys
+
     from rich.console import Console
+
+    # A pipe has no width: lines for scripts are not folded.
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    line = f"{cluster.model} · {cluster.router_id} · {cluster.requests_open} requests open"
+    console.print(line, highlight=False, markup=False)
+    if cluster.degraded:
+        line = f"degraded: {cluster.degraded_reason}"
+        console.print(line, style="yellow", highlight=False, markup=False)
+    if not cluster.workers:
+        console.print("no workers yet (still loading?)", highlight=False)
+        return
+    console.print(worker_table(cluster, own))
+    for view in cluster.workers:
+        line = about_worker(view, own.get(view.worker_id))
+        console.print(line, highlight=False, markup=False)
+
+
+def worker_table(
+    cluster: admin_pb2.ClusterStatusResponse, own: dict[str, worker_pb2.StatusResponse | None]
+) -> Table:
+    """One row a worker; it fits a terminal of 80 columns."""
     from rich.table import Table
 
-    console = Console()
-    line = f"{cluster.model} · {cluster.router_id} · {cluster.requests_open} requests open"
-    console.print(line, highlight=False)
-    if cluster.degraded:
-        console.print(f"degraded: {cluster.degraded_reason}", style="yellow", highlight=False)
-    table = Table()
-    for column in ("worker", "role", "state", "address", "requests", "in use", "cached", "planes"):
-        table.add_column(column, overflow="fold")
-    for view in cluster.workers:
-        table.add_row(*_cells(view, own.get(view.worker_id)))
-    console.print(table)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("role")
+    table.add_column("state")
+    table.add_column("address", no_wrap=True)
+    for column in ("reqs", "KV blocks", "cached"):
+        table.add_column(column, justify="right")
     for view in cluster.workers:
         answer = own.get(view.worker_id)
-        about = [view.reason, f"kernels: {answer.kernel_path}" if answer is not None else ""]
-        line = " · ".join(part for part in about if part)
-        if line:
-            console.print(f"{view.worker_id}: {line}", highlight=False, markup=False)
+        figures = ("", "", "")
+        if answer is not None:
+            used = f"{answer.blocks_in_use}/{answer.blocks_total}"
+            figures = (str(answer.requests_open), used, str(answer.blocks_cached))
+        table.add_row(view.worker_id, view.role, view.state, view.address, *figures)
+    return table
 
 
-def _cells(view: admin_pb2.WorkerView, own: worker_pb2.StatusResponse | None) -> list[str]:
-    head = [view.worker_id, view.role, view.state, view.address]
+def about_worker(view: admin_pb2.WorkerView, own: worker_pb2.StatusResponse | None) -> str:
+    """What has no room in a table: why it is not used, its kernels, the planes to its peers."""
+    parts = [view.reason] if view.reason else []
     if own is None:
-        return [*head, "", "no answer", "", ""]
-    planes = sorted(f"{peer}: {plane}" for peer, plane in own.planes.items())
-    return [
-        *head,
-        str(own.requests_open),
-        f"{own.blocks_in_use}/{own.blocks_total}",
-        str(own.blocks_cached),
-        "\n".join(planes),
-    ]
+        parts.append("not reachable; being restarted?")
+    else:
+        parts.append(f"kernels: {own.kernel_path}")
+        planes = ", ".join(f"{peer} {plane}" for peer, plane in sorted(own.planes.items()))
+        parts += [f"planes: {planes}"] if planes else []
+    return f"{view.worker_id}: {' · '.join(parts)}"
