@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from services.cli.config_command import config_markdown
 from services.cli.main import app
 from services.common.config import IsthmusConfig
 from services.common.config_source import iter_fields
-from services.common.errors import ERROR_TABLE
+from services.common.errors import ERROR_TABLE, RequestError
+from services.gateway import openai_params, wire_names
+from services.gateway.auth import GRPC_POLICY, HTTP_POLICY, Access
+from services.gateway.openai_output import DONE_EVENT, AnswerFacts, StreamWriter
 from services.telemetry.catalog import Histogram, all_metrics, all_spans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +31,7 @@ def pages() -> dict[Path, str]:
         docs / "errors.md": errors_page(),
         docs / "config.md": config_page(),
         docs / "cli.md": cli_page(),
+        docs / "http.md": http_page(),
     }
 
 
@@ -105,6 +109,137 @@ def config_page() -> str:
         "",
     ]
     return "\n".join(head) + config_markdown(iter_fields(IsthmusConfig))
+
+
+def http_page() -> str:
+    """Both front doors as a client sees them."""
+    return (
+        "\n\n".join(
+            (
+                "# HTTP and gRPC",
+                NOTE.rstrip("\n"),
+                "Errors and their statuses are in [errors.md](errors.md), bounds in "
+                "[config.md](config.md#limits).\nExamples are in the [README](../README.md).",
+                "## HTTP routes",
+                "Keys are asked for when `auth.keys_file` is set; a route that is not listed asks "
+                "for one too.",
+                _table(
+                    ("route", "method", "key", "answer"),
+                    [
+                        (
+                            f"`{_shown(r.path)}`",
+                            _methods(r.method),
+                            _key(HTTP_POLICY[r.path]),
+                            r.meaning,
+                        )
+                        for r in wire_names.ROUTES
+                    ],
+                ),
+                "## Request headers",
+                _names(wire_names.REQUEST_HEADERS),
+                "## Response headers",
+                _names(wire_names.RESPONSE_HEADERS),
+                _parameters(),
+                _streams(),
+                "## gRPC",
+                "`isthmus.v1` is in [protos/](../protos/isthmus/v1/inference.proto). Metadata: "
+                "`authorization` or `x-api-key`,\n`x-isthmus-force-mode`, `traceparent` and "
+                "`x-request-id`, as in HTTP; the rest are fields of the request.",
+                _table(
+                    ("RPC", "key"),
+                    [(f"`{name}`", _key(access)) for name, access in GRPC_POLICY.items()],
+                ),
+                "Metadata before the first frame:",
+                _names(wire_names.GRPC_INITIAL),
+                "An error is a status, whose details begin with the code, and trailing metadata. "
+                "An answer is\ncomplete only if its last frame has `usage` and `timing`.",
+                _names(wire_names.GRPC_TRAILERS),
+            )
+        )
+        + "\n"
+    )
+
+
+def _parameters() -> str:
+    bodies = (
+        ("/v1/chat/completions", openai_params.CHAT),
+        ("/v1/completions", openai_params.COMPLETION),
+        ("/tokenize", openai_params.TOKENIZE),
+        ("/detokenize", openai_params.DETOKENIZE),
+    )
+    limited = "; ".join(f"`{name}` {why}" for name, why in openai_params.LIMITED.items())
+    return "\n\n".join(
+        (
+            "## Parameters",
+            "`null` means absent. A name that is in none of these lists is `unknown_parameter`.",
+            _table(
+                ("body of", "parameters"), [(f"`{r}`", _code(sorted(names))) for r, names in bodies]
+            ),
+            f"Accepted, and nothing comes of them: {_code(sorted(openai_params.UNUSED))}.",
+            f"Refused: {limited}.",
+            f"Roles of messages: {_code(openai_params.ROLES)}; refused: "
+            f"{_code(openai_params.UNBUILT_ROLES)}. Content is a string or an array of\n"
+            f"text parts. Refused in a message: {_code(openai_params.UNBUILT_MESSAGE_FIELDS)}.",
+            "Refused by name (`unsupported_parameter`), where the list above does not have them: "
+            f"{_code(sorted(openai_params.UNSUPPORTED))}.",
+        )
+    )
+
+
+def _streams() -> str:
+    facts = AnswerFacts("req-1", "smollm2", 0, "fp_0", is_chat=True, logprobs=False)
+    broken = StreamWriter(facts).error(RequestError("worker_lost", "worker decode-0 died"))
+    return f"""\
+## Streams
+
+With `"stream": true` the answer is server-sent events: `data: ` and one JSON object, then an empty
+line. No event has a name or an id, and there are no comments.
+
+1. Headers wait for the first token. An error before it is an ordinary answer with its own status.
+2. A choice begins with an event that has `role` (chat) and ends with one that has `finish_reason`
+   and no text. Events of several choices (`n`) come in any order; `index` says whose they are.
+3. With `stream_options.include_usage`, or with `{wire_names.TIMING.name}: 1`, one more event
+   follows the last choice. It has no choices, but `usage`, `isthmus` or both. With
+   `include_usage` every other event has `"usage": null`.
+4. `{DONE_EVENT.decode().strip()}` comes last, and only after a complete answer.
+5. An error after the headers cannot change the status, which is 200 by then. It is the last event,
+   without `finish_reason` and without `[DONE]`:
+
+   ```
+   {broken.decode().strip()}
+   ```
+
+6. A stream that ends without `[DONE]` and without such an event was cut off: its router died. Its
+   chunked body is incomplete (`curl` exits with 18).
+7. Closing the connection cancels the request at every worker."""
+
+
+def _names(names: Sequence[wire_names.WireName]) -> str:
+    return _table(
+        ("name", "where", "meaning"), [(f"`{n.name}`", n.where, n.meaning) for n in names]
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    shown.insert(1, "|" + "---|" * len(head))
+    return "\n".join(shown)
+
+
+def _shown(path: str) -> str:
+    return f"`{path.replace(':path}', '}')}`"
+
+
+def _methods(method: str) -> str:
+    return "GET, HEAD" if method == "GET" else method
+
+
+def _key(access: Access) -> str:
+    return "no" if access is Access.OPEN else "yes"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def cli_page() -> str:

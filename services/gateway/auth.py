@@ -11,6 +11,19 @@ from pathlib import Path
 from services.common.clock import Clock
 from services.common.errors import ConfigError, RequestError
 from services.gateway.keys import KeyRecord, hash_key, key_id_of, read_keys
+from services.gateway.wire_names import (
+    API_KEY,
+    AUTHORIZATION,
+    CHAT_ROUTE,
+    COMPLETION_ROUTE,
+    DETOKENIZE_ROUTE,
+    HEALTH_ROUTE,
+    METRICS_ROUTE,
+    MODEL_ROUTE,
+    MODELS_ROUTE,
+    READY_ROUTE,
+    TOKENIZE_ROUTE,
+)
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -26,15 +39,15 @@ class Access(Enum):
 
 
 HTTP_POLICY: Mapping[str, Access] = {
-    "/health": Access.OPEN,
-    "/ready": Access.OPEN,
-    "/metrics": Access.KEY,
-    "/v1/models": Access.KEY,
-    "/v1/models/{model_id:path}": Access.KEY,
-    "/v1/chat/completions": Access.KEY,
-    "/v1/completions": Access.KEY,
-    "/tokenize": Access.KEY,
-    "/detokenize": Access.KEY,
+    HEALTH_ROUTE.path: Access.OPEN,
+    READY_ROUTE.path: Access.OPEN,
+    METRICS_ROUTE.path: Access.KEY,
+    MODELS_ROUTE.path: Access.KEY,
+    MODEL_ROUTE.path: Access.KEY,
+    CHAT_ROUTE.path: Access.KEY,
+    COMPLETION_ROUTE.path: Access.KEY,
+    TOKENIZE_ROUTE.path: Access.KEY,
+    DETOKENIZE_ROUTE.path: Access.KEY,
 }
 
 GRPC_POLICY: Mapping[str, Access] = {
@@ -129,8 +142,8 @@ class Authenticator:
 
 
 def _presented_key(headers: Mapping[str, str]) -> str:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
+    scheme, _, key = headers.get(AUTHORIZATION.name, "").partition(" ")
     if scheme.lower() != "bearer":
-        key = headers.get("x-api-key", "")
+        key = headers.get(API_KEY.name, "")
     key = key.strip()
     return key if len(key) <= _MAX_KEY_CHARS else ""

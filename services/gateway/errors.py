@@ -8,6 +8,16 @@ from typing import Any
 import grpc
 
 from services.common.errors import IsthmusError, RequestError
+from services.gateway.wire_names import (
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+    SHOULD_RETRY,
+    TRAILER_CODE,
+    TRAILER_PARAM,
+    TRAILER_RETRY_AFTER,
+    TRAILER_RETRYABLE,
+    WWW_AUTHENTICATE,
+)
 
 _STATUS_BY_NAME = {status.name: status for status in grpc.StatusCode}
 _MAX_GRPC_DETAILS = 1024  # the status travels in a header
@@ -29,12 +39,12 @@ def http_headers(error: IsthmusError) -> dict[str, str]:
     """Give the headers that go with an error."""
     headers = {}
     if error.retry_after_ms is not None:
-        headers["retry-after"] = str(max(1, -(-error.retry_after_ms // 1000)))
-        headers["retry-after-ms"] = str(error.retry_after_ms)
+        headers[RETRY_AFTER.name] = str(max(1, -(-error.retry_after_ms // 1000)))
+        headers[RETRY_AFTER_MS.name] = str(error.retry_after_ms)
     if error.spec.code == "unauthenticated":
-        headers["www-authenticate"] = "Bearer"
+        headers[WWW_AUTHENTICATE.name] = "Bearer"
     if not error.spec.retryable:
-        headers["x-should-retry"] = "false"  # the openai client would retry any 409 and 5xx
+        headers[SHOULD_RETRY.name] = "false"  # the openai client would retry any 409 and 5xx
     return headers
 
 
@@ -47,13 +57,13 @@ def grpc_status(error: IsthmusError) -> tuple[grpc.StatusCode, str]:
 def grpc_trailers(error: IsthmusError) -> tuple[tuple[str, str], ...]:
     """Give the trailing metadata: code, retryable, field, when to come back."""
     trailers = [
-        ("isthmus-code", error.spec.code),
-        ("isthmus-retryable", "true" if error.spec.retryable else "false"),
+        (TRAILER_CODE.name, error.spec.code),
+        (TRAILER_RETRYABLE.name, "true" if error.spec.retryable else "false"),
     ]
     if error.param is not None:
-        trailers.append(("isthmus-param", error.param.encode("ascii", "replace").decode()))
+        trailers.append((TRAILER_PARAM.name, error.param.encode("ascii", "replace").decode()))
     if error.retry_after_ms is not None:
-        trailers.append(("isthmus-retry-after-ms", str(error.retry_after_ms)))
+        trailers.append((TRAILER_RETRY_AFTER.name, str(error.retry_after_ms)))
     return tuple(trailers)
 
 

@@ -18,6 +18,7 @@ from services.gateway.auth import HTTP_POLICY, Authenticator, Caller, check_poli
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import ClientGone, Responder
+from services.gateway.wire_names import CLIENT_REQUEST_ID, OPENAI_REQUEST_ID, REQUEST_ID
 from services.router.api import RequestEnd
 from services.telemetry.logs import get_logger
 
@@ -94,7 +95,7 @@ class HttpEdge:
         if scope["type"] != "http":
             raise RuntimeError("only HTTP is served here")
         request_id = new_request_id()
-        ids = {"x-request-id": request_id, "x-isthmus-request-id": request_id}
+        ids = {OPENAI_REQUEST_ID.name: request_id, REQUEST_ID.name: request_id}
         exchange = Exchange(
             request_id=request_id,
             received_at=self._clock.now(),
@@ -139,7 +140,7 @@ class HttpEdge:
                 request_id=exchange.request_id,
                 ttft_s=exchange.ttft_s,
                 end=exchange.end,
-                client_request_id=client_id_of(exchange.headers.get("x-request-id", "")),
+                client_request_id=client_id_of(exchange.headers.get(CLIENT_REQUEST_ID.name, "")),
             )
         )
 

@@ -14,6 +14,7 @@ from services.common.errors import IsthmusError, RequestError
 from services.gateway.errors import http_headers, openai_error
 from services.gateway.input_bounds import check_body_size
 from services.gateway.openai_output import dump
+from services.gateway.wire_names import NO_BUFFERING
 
 JSON_TYPE = "application/json"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -112,7 +113,7 @@ class Responder:
             {
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
-                "x-accel-buffering": "no",  # proxies must pass tokens on at once
+                NO_BUFFERING.name: "no",
             },
         )
 

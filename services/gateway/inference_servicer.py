@@ -30,6 +30,13 @@ from services.gateway.http_io import traceparent_of
 from services.gateway.input_bounds import check_count, check_text
 from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.gateway.wire_names import (
+    CLIENT_REQUEST_ID,
+    FORCE_MODE,
+    GRPC_CLIENT_REQUEST_ID,
+    REQUEST_ID,
+    TRACEPARENT,
+)
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput
 from services.telemetry.logs import get_logger
@@ -162,18 +169,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
         metadata = text_metadata(context.invocation_metadata())
         progress.client_request_id = client_id_of(
-            request.request_id or metadata.get("x-request-id", "")
+            request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
         )
         caller = self._authenticator.authenticate(metadata)
         self._check_ids(request)
         await context.send_initial_metadata(_initial_metadata(request, progress.request_id))
-        mode = metadata.get("x-isthmus-force-mode")
+        mode = metadata.get(FORCE_MODE.name)
         spec = parse_generate(request, self._limits, None if mode is None else mode.upper())
         arrival = Arrival(
             request_id=progress.request_id,
             received_at=progress.received_at,
             tenant=caller.tenant,
-            traceparent=traceparent_of(metadata.get("traceparent", "")),
+            traceparent=traceparent_of(metadata.get(TRACEPARENT.name, "")),
             time_left_s=_time_left(context),
         )
         outputs = self._desk.generate(spec, arrival, *_idempotency(request))
@@ -277,10 +284,10 @@ async def _within(
 def _initial_metadata(
     request: inference_pb2.GenerateRequest, request_id: RequestId
 ) -> tuple[tuple[str, str], ...]:
-    pairs = [("x-isthmus-request-id", str(request_id))]
+    pairs = [(REQUEST_ID.name, str(request_id))]
     own = request.request_id
     if own and own.isascii() and own.isprintable():
-        pairs.append(("x-isthmus-client-request-id", own))
+        pairs.append((GRPC_CLIENT_REQUEST_ID.name, own))
     return tuple(pairs)
 
 

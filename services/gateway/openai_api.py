@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -12,7 +12,18 @@ from services.common.errors import RequestError
 from services.common.limits import Limits
 from services.gateway.fields import Fields, json_type, refuse_unsupported, wrong_type
 from services.gateway.input_bounds import check_count
-from services.gateway.openai_params import CHAT, COMPLETION, UNSUPPORTED
+from services.gateway.openai_params import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    LIMITED,
+    ROLES,
+    TOKENIZE,
+    UNBUILT_MESSAGE_FIELDS,
+    UNBUILT_ROLES,
+    UNSUPPORTED,
+    UNUSED_TEXTS,
+)
 from services.gateway.spec import (
     ChatInput,
     FieldNames,
@@ -22,17 +33,8 @@ from services.gateway.spec import (
     TokenInput,
 )
 from services.gateway.validate import empty_prompt
+from services.gateway.wire_names import SLO_TPOT, SLO_TTFT, TIMEOUT
 from services.text.template import ChatTurn
-
-# The template never sees a role it was not asked about by this list.
-_ROLES = {
-    "system": "system",
-    "developer": "system",  # OpenAI's newer name of the same thing
-    "user": "user",
-    "assistant": "assistant",
-}
-_UNBUILT_ROLES = ("tool", "function")
-_UNBUILT_MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,20 @@ def parse_completion(body: Any, limits: Limits) -> OpenAIRequest:
     fields = Fields(body)
     fields.refuse_others(COMPLETION, UNSUPPORTED)
     if fields.boolean("echo"):
-        refuse_unsupported("echo")
+        _refuse_beyond("echo")
     logprobs = _completion_logprobs(fields)
     shared = _shared(fields, limits)
     best_of = fields.integer("best_of")
     if best_of is not None and best_of != shared["n"]:
-        refuse_unsupported("best_of", " unless it equals n")
+        _refuse_beyond("best_of")
     spec = GenerateSpec(
         prompt=_prompt(fields.raw("prompt"), limits),
         max_tokens=fields.integer("max_tokens"),
         names=FieldNames(
             top_logprobs="logprobs",
-            timeout="x-isthmus-timeout-ms",
-            slo_ttft="x-slo-ttft-ms",
-            slo_tpot="x-slo-tpot-ms",
+            timeout=TIMEOUT.name,
+            slo_ttft=SLO_TTFT.name,
+            slo_tpot=SLO_TPOT.name,
         ),
         logprobs=logprobs is not None,
         top_logprobs=logprobs or 0,
@@ -100,7 +102,7 @@ class TokenizeBody:
 def parse_tokenize(body: Any, limits: Limits) -> TokenizeBody:
     """Translate a body of /tokenize: `prompt` or `messages`."""
     fields = Fields(body)
-    fields.refuse_others(("model", "prompt", "messages", "add_special_tokens"), UNSUPPORTED)
+    fields.refuse_others(TOKENIZE, UNSUPPORTED)
     model = fields.text("model") or ""
     add_special = fields.boolean("add_special_tokens")
     prompt: TextInput | ChatInput
@@ -121,7 +123,7 @@ def parse_tokenize(body: Any, limits: Limits) -> TokenizeBody:
 def parse_detokenize(body: Any) -> tuple[str, TokenInput]:
     """Translate a body of /detokenize: model (or "") and ids."""
     fields = Fields(body)
-    fields.refuse_others(("model", "tokens"), UNSUPPORTED)
+    fields.refuse_others(DETOKENIZE, UNSUPPORTED)
     tokens = fields.raw("tokens")
     if not isinstance(tokens, list):
         wrong_type("tokens", "an array of integers", tokens)
@@ -156,7 +158,7 @@ def _shared(fields: Fields, limits: Limits) -> dict[str, Any]:
 
 def _check_harmless(fields: Fields, limits: Limits) -> None:
     """Check the parameters that change nothing about the answer."""
-    for name in ("user", "safety_identifier", "prompt_cache_key"):
+    for name in UNUSED_TEXTS:
         text = fields.text(name)
         if text is not None:
             check_count(len(text), limits.max_id_bytes, name, "characters")
@@ -166,9 +168,13 @@ def _check_harmless(fields: Fields, limits: Limits) -> None:
     if metadata:
         check_count(len(metadata), 16, "metadata", "entries")
     if fields.boolean("store"):
-        refuse_unsupported("store")
+        _refuse_beyond("store")
     if fields.text("service_tier") not in (None, "auto", "default"):
-        refuse_unsupported("service_tier", ' other than "auto" and "default"')
+        _refuse_beyond("service_tier")
+
+
+def _refuse_beyond(name: str) -> NoReturn:
+    refuse_unsupported(name, f" {LIMITED[name]}")
 
 
 def _request(spec: GenerateSpec, fields: Fields, *, is_chat: bool) -> OpenAIRequest:
@@ -195,7 +201,7 @@ def _stream_options(options: dict[str, Any]) -> bool:
         if value is not None and type(value) is not bool:
             wrong_type(f"stream_options.{name}", "a boolean", value)
     if options.get("include_obfuscation"):
-        refuse_unsupported("stream_options.include_obfuscation")
+        _refuse_beyond("stream_options.include_obfuscation")
     return bool(options.get("include_usage"))
 
 
@@ -211,9 +217,9 @@ def _chat_max_tokens(fields: Fields) -> tuple[FieldNames, int | None]:
     names = FieldNames(
         prompt="messages",
         max_tokens=name,
-        timeout="x-isthmus-timeout-ms",
-        slo_ttft="x-slo-ttft-ms",
-        slo_tpot="x-slo-tpot-ms",
+        timeout=TIMEOUT.name,
+        slo_ttft=SLO_TTFT.name,
+        slo_tpot=SLO_TPOT.name,
     )
     return names, old if new is None else new
 
@@ -302,7 +308,7 @@ def _turn(message: Any, index: int) -> ChatTurn:
     for name, value in message.items():
         if name in ("role", "content", "name") or value is None or value == []:
             continue
-        if name in _UNBUILT_MESSAGE_FIELDS:
+        if name in UNBUILT_MESSAGE_FIELDS:
             refuse_unsupported(f"{where}.{name}")
         full = f"{where}.{name[:64]}"
         raise RequestError("unknown_parameter", f"unknown parameter {full!r}", param=full)
@@ -313,14 +319,14 @@ def _role(role: Any, where: str) -> str:
     param = f"{where}.role"
     if not isinstance(role, str):
         wrong_type(param, "a string", role)
-    if role in _UNBUILT_ROLES:
+    if role in UNBUILT_ROLES:
         refuse_unsupported(param, f": role {role!r}")
-    if role not in _ROLES:
-        allowed = ", ".join(_ROLES)
+    if role not in ROLES:
+        allowed = ", ".join(ROLES)
         raise RequestError(
             "invalid_argument", f"{param} is {role[:32]!r}, must be one of {allowed}", param=param
         )
-    return _ROLES[role]
+    return ROLES[role]
 
 
 def _content(content: Any, where: str) -> str:

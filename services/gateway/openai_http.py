@@ -14,7 +14,7 @@ from services.common.limits import Limits
 from services.gateway.auth import Authenticator
 from services.gateway.front_desk import FrontDesk
 from services.gateway.hooks import GatewayHooks
-from services.gateway.http_edge import Exchange, HttpEdge, HttpRoute
+from services.gateway.http_edge import Endpoint, Exchange, HttpEdge, HttpRoute
 from services.gateway.http_io import read_body, traceparent_of, while_connected
 from services.gateway.input_bounds import check_text, parse_json
 from services.gateway.openai_api import (
@@ -28,6 +28,25 @@ from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
 from services.gateway.prepare import TextPool
 from services.gateway.spec import ChatInput, GenerateSpec
 from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.gateway.wire_names import (
+    CHAT_ROUTE,
+    COMPLETION_ROUTE,
+    DECODE_WORKER,
+    DETOKENIZE_ROUTE,
+    HEALTH_ROUTE,
+    IDEMPOTENCY_KEY,
+    METRICS_ROUTE,
+    MODE,
+    MODEL_ROUTE,
+    MODELS_ROUTE,
+    PLANE,
+    PREFILL_WORKER,
+    READY_ROUTE,
+    TIMING,
+    TOKENIZE_ROUTE,
+    TRACEPARENT,
+    RouteSpec,
+)
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, ServedModel
 
 T = TypeVar("T")
@@ -54,15 +73,15 @@ class HttpDoor:
         self._limits = desk.config.limits
         self._created = self._clock.unix_ms() // 1000
         routes = (
-            HttpRoute("/v1/chat/completions", "POST", self._chat),
-            HttpRoute("/v1/completions", "POST", self._completion),
-            HttpRoute("/v1/models", "GET", self._models),
-            HttpRoute("/v1/models/{model_id:path}", "GET", self._model),
-            HttpRoute("/tokenize", "POST", self._tokenize),
-            HttpRoute("/detokenize", "POST", self._detokenize),
-            HttpRoute("/health", "GET", self._health),
-            HttpRoute("/ready", "GET", self._ready),
-            HttpRoute("/metrics", "GET", self._metrics),
+            _route(CHAT_ROUTE, self._chat),
+            _route(COMPLETION_ROUTE, self._completion),
+            _route(MODELS_ROUTE, self._models),
+            _route(MODEL_ROUTE, self._model),
+            _route(TOKENIZE_ROUTE, self._tokenize),
+            _route(DETOKENIZE_ROUTE, self._detokenize),
+            _route(HEALTH_ROUTE, self._health),
+            _route(READY_ROUTE, self._ready),
+            _route(METRICS_ROUTE, self._metrics),
         )
         self.app = HttpEdge(routes, authenticator, hooks, self._clock)
 
@@ -82,7 +101,7 @@ class HttpDoor:
             request_id=exchange.request_id,
             received_at=exchange.received_at,
             tenant=exchange.caller.tenant,
-            traceparent=traceparent_of(exchange.headers.get("traceparent", "")),
+            traceparent=traceparent_of(exchange.headers.get(TRACEPARENT.name, "")),
         )
         key = self._idempotency_key(exchange)
         digest = hashlib.sha256(exchange.route.encode() + b"\0" + raw).digest() if key else b""
@@ -239,18 +258,18 @@ class HttpDoor:
         )
 
     def _idempotency_key(self, exchange: Exchange) -> str:
-        key = exchange.headers.get("idempotency-key", "")
+        key = exchange.headers.get(IDEMPOTENCY_KEY.name, "")
         if len(key) > self._limits.max_id_bytes:
             raise RequestError(
                 "invalid_argument",
-                f"idempotency-key is longer than {self._limits.max_id_bytes} bytes",
-                param="idempotency-key",
+                f"{IDEMPOTENCY_KEY.name} is longer than {self._limits.max_id_bytes} bytes",
+                param=IDEMPOTENCY_KEY.name,
             )
         return key
 
     def _facts(self, exchange: Exchange, request: OpenAIRequest) -> AnswerFacts:
         model = self._desk.preparer.model()
-        timing = exchange.headers.get("x-isthmus-timing", "").lower() in _TRUE
+        timing = exchange.headers.get(TIMING.name, "").lower() in _TRUE
         return AnswerFacts(
             request_id=exchange.request_id,
             model=model.name,
@@ -273,6 +292,10 @@ class HttpDoor:
         }
 
 
+def _route(spec: RouteSpec, endpoint: Endpoint) -> HttpRoute:
+    return HttpRoute(spec.path, spec.method, endpoint)
+
+
 def _milliseconds(exchange: Exchange, name: str) -> int:
     """Read a header of whole milliseconds; 0 when it is absent."""
     value = exchange.headers.get(name, "0")
@@ -286,9 +309,9 @@ def _milliseconds(exchange: Exchange, name: str) -> int:
 def _where_headers(end: RequestEnd) -> dict[str, str]:
     timing = end.timing
     named = {
-        "x-isthmus-mode": timing.mode,
-        "x-isthmus-plane": timing.plane,
-        "x-isthmus-prefill-worker": timing.prefill_worker,
-        "x-isthmus-decode-worker": timing.decode_worker,
+        MODE.name: timing.mode,
+        PLANE.name: timing.plane,
+        PREFILL_WORKER.name: timing.prefill_worker,
+        DECODE_WORKER.name: timing.decode_worker,
     }
     return {name: value for name, value in named.items() if value}

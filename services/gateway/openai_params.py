@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Read by both endpoints. The second half are extensions common among open servers.
 _SHARED_NAMES = """
     model stream stream_options max_tokens temperature top_p n stop seed presence_penalty
@@ -12,6 +14,21 @@ _SHARED = frozenset(_SHARED_NAMES.split())
 
 CHAT = _SHARED | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 COMPLETION = _SHARED | {"prompt", "logprobs", "echo", "best_of"}
+TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens"})
+DETOKENIZE = frozenset({"model", "tokens"})
+
+# Accepted because they change nothing about the answer.
+UNUSED_TEXTS = ("user", "safety_identifier", "prompt_cache_key")
+UNUSED = frozenset({*UNUSED_TEXTS, "metadata"})
+
+# Accepted at the values that change nothing; any other value is refused.
+LIMITED: Mapping[str, str] = {
+    "best_of": "unless it equals n",
+    "echo": "unless it is false",
+    "service_tier": 'unless it is "auto" or "default"',
+    "store": "unless it is false",
+    "stream_options.include_obfuscation": "unless it is false",
+}
 
 # Known from OpenAI or from other servers, and changing the answer: refused, never ignored.
 # Names of one endpoint are here too, for when they are sent to the other.
@@ -31,3 +48,13 @@ _UNSUPPORTED_NAMES = """
     best_of echo messages prompt max_completion_tokens top_logprobs
 """
 UNSUPPORTED = frozenset(_UNSUPPORTED_NAMES.split())
+
+# The template never sees a role it was not asked about by this list.
+ROLES = {
+    "system": "system",
+    "developer": "system",  # OpenAI's newer name of the same thing
+    "user": "user",
+    "assistant": "assistant",
+}
+UNBUILT_ROLES = ("tool", "function")
+UNBUILT_MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")

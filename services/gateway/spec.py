@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.gateway.wire_names import FORCE_MODE
 from services.text.template import ChatTurn
 
 
@@ -41,7 +42,7 @@ class FieldNames:
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
     top_logprobs: str = "top_logprobs"
-    force_mode: str = "x-isthmus-force-mode"
+    force_mode: str = FORCE_MODE.name
     timeout: str = "timeout_ms"
     slo_ttft: str = "slo_ttft_ms"
     slo_tpot: str = "slo_tpot_ms"
