@@ -36,6 +36,7 @@ _FLAGS = (
     ("--bind-host", "worker.bind_host"),
     ("--runtime-dir", "worker.runtime_dir"),
     ("--grpc-port", "worker.grpc_port"),
+    ("--metrics-port", "worker.metrics_port"),
 )
 
 

@@ -90,6 +90,9 @@ def worker(
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0 = one per core.")] = None,
     bind_host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC server; 0 = any.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics; 0 = any, not given = none.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda (untested).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 (not bit-stable).")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0 = by free memory.")] = None,
@@ -107,6 +110,7 @@ def worker(
             "worker.threads": threads,
             "worker.bind_host": bind_host,
             "worker.grpc_port": grpc_port,
+            "worker.metrics_port": metrics_port,
             "worker.device": device,
             "worker.dtype": dtype,
             "worker.num_blocks": num_blocks,

@@ -201,6 +201,7 @@ def describe_unit(unit: Unit) -> dict[str, object]:
         "pid": unit.child.pid,
         "grpc": unit.grpc,
         "http": unit.http,
+        "metrics": unit.metrics,
         "state": unit.state.state,
         "reason": unit.state.reason,
         "restarts": unit.state.num_restarts,

@@ -112,11 +112,16 @@ class Unit:
             return ""
         return join_host_port(self.plan.http_host, self.http_port)
 
+    @property
+    def metrics(self) -> str:
+        """Address of its /metrics, empty if it serves none."""
+        return join_host_port(self.plan.http_host, self.http_port) if self.plan.http_host else ""
+
     def spawn(self) -> None:
         """Start a life; ports nobody asked for by number are drawn anew."""
         self.close_probe()
         self.grpc_port = self.plan.grpc_port or free_port(self.plan.grpc_host)
-        if self.plan.role == "router":
+        if self.plan.http_host:
             self.http_port = self.plan.http_port or free_port(self.plan.http_host)
         self.child.argv = self._make_command(self.plan, self.grpc_port, self.http_port)
         self.child.spawn()

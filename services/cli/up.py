@@ -168,6 +168,7 @@ class _Run:
             runtime_dir=self._runtime_dir,
             # Workers of another machine may have the same store: names must not meet.
             tag=f"-{secrets.token_hex(3)}" if self._has_foreign_store else "",
+            metrics_port=self._config.worker.metrics_port,
         )
 
     @property
@@ -231,9 +232,9 @@ def _check_ports(plans: Sequence[PlannedProcess]) -> None:
     from services.cli.up_plan import fixed_ports
     from services.common.errors import ConfigError
 
-    for host, port, flag in fixed_ports(plans):
+    for host, port, name in fixed_ports(plans):
         if not is_port_free(host, port):
-            raise ConfigError(f"port {port} on {host} is in use: choose another with {flag}")
+            raise ConfigError(f"port {port} on {host} is in use: choose another with {name}")
 
 
 def _child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +44,7 @@ class PlannedProcess:
     arguments: tuple[str, ...]
     grpc_host: str
     grpc_port: int  # 0 = any free, chosen at every start
-    http_host: str = ""
+    http_host: str = ""  # of a router's front door or a worker's /metrics; empty = no HTTP
     http_port: int = 0
 
     def command(
@@ -59,11 +59,20 @@ class PlannedProcess:
         program = ("services.cli.main", "router") if self.role == "router" else worker
         argv = [python, "-P", "-m", *program, "--config", str(config_path)]
         argv += [*self.arguments, "--grpc-port", str(grpc_port)]
-        return [*argv, "--http-port", str(http_port)] if self.role == "router" else argv
+        if not self.http_host:
+            return argv
+        flag = "--http-port" if self.role == "router" else "--metrics-port"
+        return [*argv, flag, str(http_port)]
 
 
 def plan_processes(
-    counts: Counts, doors: FrontDoors, *, threads: int, runtime_dir: Path, tag: str
+    counts: Counts,
+    doors: FrontDoors,
+    *,
+    threads: int,
+    runtime_dir: Path,
+    tag: str,
+    metrics_port: int | None = None,
 ) -> tuple[PlannedProcess, ...]:
     """Name every process and give it its flags.
 
@@ -73,10 +82,15 @@ def plan_processes(
         threads: compute threads of each worker.
         runtime_dir: every worker gets a directory of its own below it.
         tag: appended to worker names when other machines share the store; may be empty.
+        metrics_port: of the first worker's /metrics, further workers take the next ones;
+            0 = any free, None = none.
     """
-    return (
+    workers = (
         *_workers("prefill", counts.prefill, threads, runtime_dir, tag),
         *_workers("decode", counts.decode, threads, runtime_dir, tag),
+    )
+    return (
+        *(_with_metrics(worker, index, metrics_port) for index, worker in enumerate(workers)),
         *(_router(index, doors, tag) for index in range(counts.routers)),
     )
 
@@ -98,6 +112,13 @@ def _workers(
         )
 
 
+def _with_metrics(worker: PlannedProcess, index: int, metrics_port: int | None) -> PlannedProcess:
+    if metrics_port is None:
+        return worker
+    port = metrics_port + index if metrics_port else 0
+    return replace(worker, http_host=worker.grpc_host, http_port=port)
+
+
 def _router(index: int, doors: FrontDoors, tag: str) -> PlannedProcess:
     name = f"router-{index}{tag}"
     return PlannedProcess(
@@ -112,11 +133,13 @@ def _router(index: int, doors: FrontDoors, tag: str) -> PlannedProcess:
 
 
 def fixed_ports(processes: Sequence[PlannedProcess]) -> tuple[tuple[str, int, str], ...]:
-    """(host, port, flag) of every port that was asked for by number."""
+    """(host, port, flag or setting) of every port that was asked for by number."""
     wanted = []
     for process in processes:
         if process.grpc_port:
             wanted.append((process.grpc_host, process.grpc_port, "--grpc-port"))
         if process.http_port:
-            wanted.append((process.http_host, process.http_port, "--http-port"))
+            is_router = process.role == "router"
+            name = "--http-port" if is_router else "worker.metrics_port"
+            wanted.append((process.http_host, process.http_port, name))
     return tuple(wanted)

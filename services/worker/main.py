@@ -246,6 +246,7 @@ class _Worker:
             kernel_path=backend.kernel_path,
             verify_digest=self._config.transfer.verify_digest,
             slot=lambda: lease.slot or 0,
+            metrics_port=self._metrics_port,
         )
         servicer = WorkerServicer(shell, status, self._clock)
         log.info(
@@ -313,6 +314,9 @@ class _Worker:
             self._clock,
             LeaseConfig(lease_ms=lease.worker_lease_ms, heartbeat_s=lease.heartbeat_ms / 1000),
         )
+
+    def _metrics_port(self) -> int:
+        return 0 if self._metrics_server is None else self._metrics_server.port
 
     def _serve_metrics(self, metrics: Metrics) -> None:
         settings = self._config.worker

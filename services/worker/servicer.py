@@ -39,6 +39,7 @@ class StaticStatus:
     kernel_path: str
     verify_digest: str
     slot: Callable[[], int]
+    metrics_port: Callable[[], int] = lambda: 0  # of /metrics; 0 = not served
 
 
 class _Outbox:
@@ -189,6 +190,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             preemptions=load.preemptions,
             verify_digest=self._status.verify_digest,
             pid=os.getpid(),
+            metrics_port=self._status.metrics_port(),
         )
 
     async def Drain(

@@ -36,6 +36,32 @@ def test_further_routers_take_the_next_ports_and_0_stays_0() -> None:
     assert fixed_ports(made) == ()
 
 
+def test_metrics_ports_of_the_workers_of_one_cluster_do_not_meet() -> None:
+    def ports(metrics_port: int | None) -> list[tuple[str, int]]:
+        made = plan_processes(
+            Counts(1, 1, 2),
+            DOORS,
+            threads=1,
+            runtime_dir=Path("/r"),
+            tag="",
+            metrics_port=metrics_port,
+        )
+        assert made[-1].http_port == DOORS.http_port
+        return [(process.http_host, process.http_port) for process in made[:-1]]
+
+    assert ports(9100) == [("127.0.0.1", 9100), ("127.0.0.1", 9101), ("127.0.0.1", 9102)]
+    assert ports(0) == [("127.0.0.1", 0)] * 3
+    assert ports(None) == [("", 0)] * 3
+
+
+def test_taken_metrics_port_is_known_by_its_setting() -> None:
+    made = plan_processes(
+        Counts(0, 1, 0), DOORS, threads=1, runtime_dir=Path("/r"), tag="", metrics_port=9100
+    )
+    assert fixed_ports(made) == (("127.0.0.1", 9100, "worker.metrics_port"),)
+    assert made[0].command("py", Path("/c"), 1, 9100)[-2:] == ["--metrics-port", "9100"]
+
+
 def test_command_line_of_a_worker_and_a_router() -> None:
     worker, router = plan_processes(
         Counts(1, 1, 0), DOORS, threads=3, runtime_dir=Path("/run/x"), tag=""
