@@ -134,6 +134,9 @@ class TransferSettings(Section):
         public=True,
         pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
     )
+    wire_dtype: Literal["", "bfloat16", "int8"] = setting(
+        "", "type of KV on zmq links; empty = as stored, others round; the same on both ends"
+    )
     zmq_port: int = setting(
         0, "port peers connect to, on worker.bind_host; 0 = any free", ge=0, le=65_535
     )

@@ -91,11 +91,14 @@ class PeerDetail(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
     UDS_PATH_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     host_id: _builtins.str
     uid: _builtins.int
     kv_identity_fp: _builtins.str
     uds_path: _builtins.str
+    wire_dtype: _builtins.str
+    """KV dtype of DATA; "" = as stored. Both ends must want the same"""
     @_builtins.property
     def identity_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """so that a mismatch can be named"""
@@ -115,10 +118,11 @@ class PeerDetail(_message.Message):
         layout: Global___KvLayout | None = ...,
         planes: _abc.Iterable[_common_pb2.Plane.ValueType] | None = ...,
         uds_path: _builtins.str = ...,
+        wire_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "identity_fields", b"identity_fields", "kv_identity_fp", b"kv_identity_fp", "layout", b"layout", "planes", b"planes", "role", b"role", "uds_path", b"uds_path", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "identity_fields", b"identity_fields", "kv_identity_fp", b"kv_identity_fp", "layout", b"layout", "planes", b"planes", "role", b"role", "uds_path", b"uds_path", "uid", b"uid", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,6 +130,8 @@ Global___PeerDetail: _TypeAlias = PeerDetail  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
+    """The shard a pool holds; ranges are in the model's numbers."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
@@ -140,6 +146,8 @@ class KvLayout(_message.Message):
     PP_FIRST_LAYER_FIELD_NUMBER: _builtins.int
     PP_NUM_LAYERS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_KV_HEAD_FIELD_NUMBER: _builtins.int
+    HELD_KV_HEADS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """tokens"""
     kv_dtype: _builtins.str
@@ -147,13 +155,18 @@ class KvLayout(_message.Message):
     layout_tag: _builtins.str
     """"LKHTD" """
     num_layers: _builtins.int
+    """of the model"""
     num_kv_heads: _builtins.int
+    """of the model"""
     head_dim: _builtins.int
     tp_rank: _builtins.int
     tp_size: _builtins.int
     pp_first_layer: _builtins.int
     pp_num_layers: _builtins.int
     block_bytes: _builtins.int
+    first_kv_head: _builtins.int
+    held_kv_heads: _builtins.int
+    """0 = all"""
     def __init__(
         self,
         *,
@@ -169,10 +182,12 @@ class KvLayout(_message.Message):
         pp_first_layer: _builtins.int = ...,
         pp_num_layers: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
+        first_kv_head: _builtins.int = ...,
+        held_kv_heads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "layout_tag", b"layout_tag", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pp_first_layer", b"pp_first_layer", "pp_num_layers", b"pp_num_layers", "scale_format", b"scale_format", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "first_kv_head", b"first_kv_head", "head_dim", b"head_dim", "held_kv_heads", b"held_kv_heads", "kv_dtype", b"kv_dtype", "layout_tag", b"layout_tag", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pp_first_layer", b"pp_first_layer", "pp_num_layers", b"pp_num_layers", "scale_format", b"scale_format", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +275,7 @@ class Ticket(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     xfer_id: _builtins.int
     worker_id: _builtins.str
@@ -269,11 +285,13 @@ class Ticket(_message.Message):
     kv_identity_fp: _builtins.str
     num_tokens: _builtins.int
     block_hashes: _builtins.bytes
-    """16 bytes a full block"""
+    """16 bytes for every 16 tokens, whatever the block size"""
     tenant: _builtins.str
     expires_unix_ms: _builtins.int
     """advisory to peers; the issuer judges by its own monotonic clock"""
     request_id: _builtins.str
+    block_size: _builtins.int
+    """tokens of the issuer's blocks; 0 = 16"""
     def __init__(
         self,
         *,
@@ -289,10 +307,11 @@ class Ticket(_message.Message):
         tenant: _builtins.str = ...,
         expires_unix_ms: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "expires_unix_ms", b"expires_unix_ms", "incarnation", b"incarnation", "kv_identity_fp", b"kv_identity_fp", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "uds_path", b"uds_path", "version", b"version", "worker_id", b"worker_id", "xfer_id", b"xfer_id", "zmq_endpoint", b"zmq_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "expires_unix_ms", b"expires_unix_ms", "incarnation", b"incarnation", "kv_identity_fp", b"kv_identity_fp", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "uds_path", b"uds_path", "version", b"version", "worker_id", b"worker_id", "xfer_id", b"xfer_id", "zmq_endpoint", b"zmq_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,13 +359,15 @@ class Open(_message.Message):
     signed_ticket: _builtins.bytes
     attempt: _builtins.int
     have: _builtins.bytes
-    """bitmap over full blocks, little-endian bit order"""
+    """bitmap over the sender's full blocks, little-endian bit order"""
     plane: _common_pb2.Plane.ValueType
     head_lo: _builtins.int
+    """range of heads and layers in the model's numbers; hi 0 = all"""
     head_hi: _builtins.int
     layer_lo: _builtins.int
     layer_hi: _builtins.int
     wire_dtype: _builtins.str
+    """"" = as stored"""
     credit_bytes: _builtins.int
     traceparent: _builtins.str
     def __init__(
@@ -487,7 +508,9 @@ class Data(_message.Message):
     blocks: _builtins.bytes
     """u32 logical block indexes, one per payload frame"""
     digests: _builtins.bytes
+    """u64 per (frame, KV head, layer quarter) where the dtype was"""
     is_tail: _builtins.bool
+    """converted, else empty: READY and FINAL have told them"""
     def __init__(
         self,
         *,
@@ -614,7 +637,7 @@ class Final(_message.Message):
     tail_source_block: _builtins.int
     tail_gen: _builtins.int
     tail_digest: _builtins.int
-    """over the valid rows"""
+    """over the valid rows of the opened range"""
     prefill_us: _builtins.int
     num_blocks: _builtins.int
     """full blocks announced by READY"""

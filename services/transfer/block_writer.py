@@ -8,8 +8,10 @@ from services.common.ids import BlockId
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
+from services.transfer.conversion import Conversion
 from services.transfer.memfd_plane import pull_blocks
 from services.transfer.receiver import Pull, ReceiverTransfer
+from services.transfer.values import U64Array
 from services.transfer.zmq_plane import Block
 
 BAD_LENGTH, BAD_GENERATION, BAD_DIGEST = "length", "generation", "digest"
@@ -62,6 +64,48 @@ class BlockWriter:
                 verdicts.append(self._judge(machine, pull.index, pull.dest))
         self._store_all(machine, unverified)
         return verdicts
+
+    def receive_converted(
+        self,
+        machine: ReceiverTransfer,
+        conversion: Conversion,
+        index: int,
+        recv_into: Callable[[Block], bool],
+        digests: U64Array | None,
+    ) -> str | None:
+        """Take a frame that is not a block of ours; `digests` are those its message brought."""
+        if not recv_into(conversion.frame):
+            return BAD_LENGTH
+        expected = machine.digests_of(index) if digests is None else digests
+        if not conversion.is_right(index, expected, of_frame=digests is not None):
+            return BAD_DIGEST
+        conversion.store(index)
+        return None
+
+    def pull_converted(
+        self,
+        machine: ReceiverTransfer,
+        conversion: Conversion,
+        pool: KvPoolMemory,
+        pulls: Sequence[Pull],
+    ) -> list[str | None]:
+        """Copy blocks of another layout out of a peer's pool; verified at the configured rate."""
+        return [self._pull_converted(machine, conversion, pool, pull) for pull in pulls]
+
+    def _pull_converted(
+        self, machine: ReceiverTransfer, conversion: Conversion, pool: KvPoolMemory, pull: Pull
+    ) -> str | None:
+        if pull.source_block >= pool.num_blocks:
+            return BAD_GENERATION
+        if not conversion.pull(pool, pull.source_block, pull.gen):
+            return BAD_GENERATION
+        self._num_pulled += 1
+        is_sampled = self._num_pulled % self._digest_sampling == 0
+        expected = machine.digests_of(pull.index)
+        if is_sampled and not conversion.is_right(pull.index, expected, of_frame=False):
+            return BAD_DIGEST
+        conversion.store(pull.index)
+        return None
 
     def _judge(self, machine: ReceiverTransfer, index: int, dest: BlockId) -> str | None:
         block = self._memory.blocks[dest]

@@ -9,10 +9,11 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from services.common.limits import MAX_CHOICES, MAX_LOGPROBS
+from services.kv.layout import KvLayout
 from services.pb import common_pb2
 from services.pb import transfer_pb2 as pb
 from services.transfer.api import FirstTokenInfo
-from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode
+from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode, U64Array
 from services.transfer.wire import WireError
 
 M = TypeVar("M", bound=Message)
@@ -58,18 +59,23 @@ def clip(reason: str) -> str:
 def open_body(ticket: bytes, args: OpenArgs) -> bytes:
     """Serialise OPEN."""
     bits = np.packbits(np.array(args.have, dtype=bool), bitorder="little")
-    return pb.Open(
+    message = pb.Open(
         signed_ticket=ticket,
         attempt=args.attempt,
         have=bits.tobytes(),
         plane=plane_number(args.plane),
         credit_bytes=args.credit_bytes,
         traceparent=args.traceparent[:_MAX_TRACEPARENT],
-    ).SerializeToString()
+    )
+    if args.wire is not None:
+        message.layer_lo, message.layer_hi = args.wire.layers
+        message.head_lo, message.head_hi = args.wire.heads
+        message.wire_dtype = args.wire.kv_dtype
+    return message.SerializeToString()
 
 
-def open_args(message: pb.Open, num_blocks: int) -> OpenArgs:
-    """Read OPEN once its ticket has told how many blocks there are."""
+def open_args(message: pb.Open, num_blocks: int, wire: KvLayout | None = None) -> OpenArgs:
+    """Read OPEN once its ticket has told how many blocks there are, and its range is checked."""
     if len(message.have) != -(-num_blocks // 8):
         raise WireError("have_length")
     if len(message.traceparent) > _MAX_TRACEPARENT:
@@ -82,6 +88,7 @@ def open_args(message: pb.Open, num_blocks: int) -> OpenArgs:
         plane=plane_name(message.plane),
         credit_bytes=message.credit_bytes,
         traceparent=message.traceparent,
+        wire=wire,
     )
 
 
@@ -145,9 +152,23 @@ def ready_args(body: bytes, num_blocks: int, digests_per_block: int) -> ReadyArg
 # ---- DATA, NACK -------------------------------------------------------------------------------
 
 
-def data_body(indexes: Sequence[int], is_tail: bool) -> bytes:
-    """Serialise DATA; digests were announced by READY and FINAL and are not repeated."""
-    return pb.Data(blocks=_pack_u32(indexes), is_tail=is_tail).SerializeToString()
+def data_body(indexes: Sequence[int], is_tail: bool, digests: U64Array | None = None) -> bytes:
+    """Serialise DATA.
+
+    Args:
+        digests: `[frames, digests of a frame]` of converted frames; those of blocks as they are
+            were announced by READY and FINAL and are not repeated.
+    """
+    packed = b"" if digests is None else digests.astype(_U64).tobytes()
+    return pb.Data(blocks=_pack_u32(indexes), digests=packed, is_tail=is_tail).SerializeToString()
+
+
+def data_digests(body: bytes, n_payload: int, digests_per_frame: int) -> U64Array:
+    """Read the digests of converted frames, `[frames, digests_per_frame]`."""
+    packed = parse(pb.Data, body).digests
+    if len(packed) != 8 * n_payload * digests_per_frame:
+        raise WireError("data_digests")
+    return np.frombuffer(packed, _U64).reshape(n_payload, digests_per_frame)
 
 
 def data_indexes(body: bytes, n_payload: int, num_blocks: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import ConfigError
+from services.transfer.pairing import AS_STORED, WIRE_DTYPES
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -34,6 +35,7 @@ class TransferConfig:
     data_message_bytes: int = 2 * MIB
     max_data_in_flight: int = 3  # DATA messages of one peer inside ZMQ; bounds an abort's wait
     max_nacks: int = 2  # resends of one block
+    wire_dtype: str = AS_STORED  # KV on zmq links; "int8" and "bfloat16" round, and are smaller
     verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
     max_transfers: int = 1024
     max_peers: int = 256
@@ -45,6 +47,8 @@ class TransferConfig:
         unknown = [p for p in self.planes if p not in PLANES_BEST_FIRST]
         if unknown or not self.planes:
             raise ConfigError(f"transfer.planes: choose from {list(PLANES_BEST_FIRST)}")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(f"transfer.wire_dtype: choose from {list(WIRE_DTYPES)}")
         if not 64 * KIB <= self.data_message_bytes <= MAX_DATA_MESSAGE_BYTES:
             raise ConfigError("transfer.data_message_bytes: must be 64 KiB to 4 MiB")
         positive = (

@@ -41,6 +41,7 @@ class EndParts:
             identity=self.identity,
             layout=self.layout,
             planes=ordered_planes(self.config),
+            wire_dtype=self.config.wire_dtype,
         )
 
 

@@ -16,6 +16,7 @@ from services.kv.layout import KvIdentity, KvLayout, first_mismatch
 from services.pb import transfer_pb2 as pb
 from services.transfer.codec import clip, parse, plane_name, plane_number, reject_body
 from services.transfer.config import PLANES_BEST_FIRST
+from services.transfer.pairing import AS_STORED, mismatch
 from services.transfer.values import RejectCode
 from services.transfer.wire import MessageType, WireError
 
@@ -51,6 +52,7 @@ class LocalEnd:
     uds_path: str = ""
     nonce: bytes = b""
     num_blocks: int = 0
+    wire_dtype: str = AS_STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Welcome:
     uds_path: str
     nonce: bytes
     num_blocks: int
+    layout: KvLayout  # of its pool
 
 
 def host_id(root: Path = Path("/")) -> str:
@@ -111,10 +114,11 @@ def answer_hello(end: LocalEnd, body: bytes) -> HelloAnswer:
             raise Incompatible("protocol", f"{PROTO_MIN}..{PROTO_MAX}", theirs)
         detail = _parse_detail(hello.detail)
         _check_identity(end, detail)
-        mismatch = _layout_mismatch(end.layout, detail.layout)
-        if mismatch is not None:
-            refusal = reject_body(RejectCode.LAYOUT, 0.0, mismatch)
-            return _refused(hello, MessageType.REJECT, refusal, mismatch)
+        why = mismatch(end.layout, _parse_layout(detail.layout))
+        if why is not None:
+            refusal = reject_body(RejectCode.LAYOUT, 0.0, why)
+            return _refused(hello, MessageType.REJECT, refusal, why)
+        _check_wire_dtype(end, detail)
         plane = _choose_plane(end, detail)
     except Incompatible as error:
         refusal = pb.Incompatible(
@@ -140,15 +144,17 @@ def read_welcome(end: LocalEnd, body: bytes) -> Welcome:
         raise Incompatible("protocol", f"{PROTO_MIN}..{PROTO_MAX}", str(message.proto))
     detail = _parse_detail(message.detail)
     _check_identity(end, detail)
-    mismatch = _layout_mismatch(detail.layout, end.layout)
-    if mismatch is not None:
-        raise Incompatible("kv_layout", mismatch, "")
+    layout = _parse_layout(detail.layout)
+    why = mismatch(layout, end.layout)
+    if why is not None:
+        raise Incompatible("kv_layout", why, "")
+    _check_wire_dtype(end, detail)
     plane = plane_name(message.plane)
     if plane not in end.planes:
         raise Incompatible("planes", ",".join(end.planes), plane)
     if not 0 < message.num_blocks < _MAX_POOL_BLOCKS or len(message.nonce) > _MAX_FIELD:
         raise WireError("welcome")
-    return Welcome(plane, detail.uds_path, message.nonce, message.num_blocks)
+    return Welcome(plane, detail.uds_path, message.nonce, message.num_blocks, layout)
 
 
 def read_incompatible(body: bytes) -> Incompatible:
@@ -182,41 +188,59 @@ def _check_identity(end: LocalEnd, detail: pb.PeerDetail) -> None:
     if detail.kv_identity_fp == end.identity.fingerprint:
         return
     fields: Mapping[str, str] = detail.identity_fields
-    mismatch = first_mismatch(end.identity.fields(), fields)
-    if mismatch is None:
-        mismatch = ("kv_identity_fp", end.identity.fingerprint, detail.kv_identity_fp)
-    raise Incompatible(*mismatch)
+    differing = first_mismatch(end.identity.fields(), fields)
+    if differing is None:
+        differing = ("kv_identity_fp", end.identity.fingerprint, detail.kv_identity_fp)
+    raise Incompatible(*differing)
 
 
-def _layout_mismatch(prefill: KvLayout | pb.KvLayout, decode: KvLayout | pb.KvLayout) -> str | None:
-    """Name the first layout field that differs, with both values; conversion is not built yet."""
-    ours, theirs = _layout_fields(prefill), _layout_fields(decode)
-    for name, value in ours.items():
-        if value != theirs[name]:
-            return f"kv_layout.{name}: prefill has {value}, decode has {theirs[name]}"
-    return None
-
-
-def _layout_fields(layout: KvLayout | pb.KvLayout) -> dict[str, str]:
-    message = _layout_message(layout) if isinstance(layout, KvLayout) else layout
-    names = [field.name for field in pb.KvLayout.DESCRIPTOR.fields]
-    return {name: str(getattr(message, name))[:_MAX_FIELD] for name in names}
+def _check_wire_dtype(end: LocalEnd, detail: pb.PeerDetail) -> None:
+    # Whoever wants fewer bytes also wants to know when it does not get them.
+    if detail.wire_dtype != end.wire_dtype:
+        theirs = clip(detail.wire_dtype) or "as stored"
+        raise Incompatible("wire_dtype", end.wire_dtype or "as stored", theirs)
 
 
 def _layout_message(layout: KvLayout) -> pb.KvLayout:
     return pb.KvLayout(
         block_size=layout.block_size,
         kv_dtype=layout.kv_dtype,
+        scale_format="float16/row" if layout.kv_dtype == "int8" else "",
         layout_tag=layout.tag,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
+        num_layers=layout.total_layers,
+        num_kv_heads=layout.total_heads,
         head_dim=layout.head_dim,
         tp_rank=0,
         tp_size=1,
-        pp_first_layer=0,
+        pp_first_layer=layout.first_layer,
         pp_num_layers=layout.num_layers,
         block_bytes=layout.block_bytes,
+        first_kv_head=layout.first_head,
+        held_kv_heads=layout.num_kv_heads,
     )
+
+
+def _parse_layout(message: pb.KvLayout) -> KvLayout:
+    """Read a layout and check its numbers; raise WireError when they do not fit together."""
+    if len(message.kv_dtype) > _MAX_FIELD or len(message.layout_tag) > _MAX_FIELD:
+        raise WireError("layout")
+    layout = KvLayout(
+        num_layers=message.pp_num_layers,
+        num_kv_heads=message.held_kv_heads or message.num_kv_heads,
+        head_dim=message.head_dim,
+        kv_dtype=message.kv_dtype,
+        block_size=message.block_size,
+        tag=message.layout_tag,
+        first_layer=message.pp_first_layer,
+        first_head=message.first_kv_head,
+        model_layers=message.num_layers,
+        model_heads=message.num_kv_heads,
+    )
+    # A layout of a later version may have dtypes we do not know: `mismatch` names it.
+    is_whole = layout.problem() is not None or layout.block_bytes == message.block_bytes
+    if not is_whole:
+        raise WireError("layout_bytes")
+    return layout
 
 
 def _detail(end: LocalEnd) -> pb.PeerDetail:
@@ -228,6 +252,7 @@ def _detail(end: LocalEnd) -> pb.PeerDetail:
         layout=_layout_message(end.layout),
         planes=[plane_number(plane) for plane in end.planes],
         uds_path=end.uds_path,
+        wire_dtype=end.wire_dtype,
     )
 
 

@@ -17,6 +17,7 @@ from services.transfer.peer_link import PeerLink
 from services.transfer.receive import Receive
 from services.transfer.receive_table import ReceiveTable
 from services.transfer.receiver import ReceiverAction, ReceiverState
+from services.transfer.values import U64Array
 from services.transfer.wire import Message, MessageType
 
 log = get_logger(__name__)
@@ -72,19 +73,33 @@ class Intake:
         machine = receive.machine
         n_payload = message.header.n_payload
         indexes = codec.data_indexes(message.body, n_payload, machine.num_blocks)
+        digests = self._frame_digests(receive, message)
         machine.account(n_payload)
         link.last_data = self._clock.now()
-        for index in indexes:
+        for at, index in enumerate(indexes):
             dest = machine.dest_of(index)
             if dest is None:
                 # Late, duplicate, or the transfer is over: never into a block of the pool.
                 link.dealer.skip_block()
                 self._counters.discarded_frames += 1
                 continue
-            wrong = self._writer.receive(machine, index, dest, link.dealer.recv_block)
+            recv, conversion = link.dealer.recv_block, receive.conversion
+            if conversion is None:
+                wrong = self._writer.receive(machine, index, dest, recv)
+            else:
+                own = None if digests is None else digests[at]
+                wrong = self._writer.receive_converted(machine, conversion, index, recv, own)
             self._on_verdict(receive, index, wrong)
         if machine.credit_wanted():
             self._hungry[receive] = None
+
+    def _frame_digests(self, receive: Receive, message: Message) -> U64Array | None:
+        """Return the digests a DATA message brings of its frames, if their dtype is converted."""
+        conversion = receive.conversion
+        if conversion is None or not conversion.has_wire_digests:
+            return None
+        count = conversion.wire.digests_per_block
+        return codec.data_digests(message.body, message.header.n_payload, count)
 
     def pull_some(self) -> None:
         """Copy for a slice of time; receives take turns."""
@@ -116,7 +131,7 @@ class Intake:
             if wanted == 0:
                 del self._hungry[receive]
                 continue
-            size = round_.grant(receive.target, wanted)
+            size = round_.grant(receive.target, wanted, receive.machine.frame_bytes)
             if size:
                 self._apply(receive, receive.machine.grant(size, self._clock.now()))
 
@@ -125,7 +140,10 @@ class Intake:
         if pool is None:
             return
         pulls = machine.take_pulls(_PULLS_A_STEP)
-        verdicts = self._writer.pull(machine, pool, pulls)
+        if receive.conversion is None:
+            verdicts = self._writer.pull(machine, pool, pulls)
+        else:
+            verdicts = self._writer.pull_converted(machine, receive.conversion, pool, pulls)
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)

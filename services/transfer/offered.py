@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.kv.digest import block_digests, digest_columns, tail_digest
+from services.kv.layout import KvLayout
+from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec, sender
 from services.transfer.api import Offer, TransferStats
+from services.transfer.conversion import cut_frame
 from services.transfer.sender import DataOut, SenderAction, SenderTransfer
 from services.transfer.values import FinalArgs, Peer, ReadyArgs, U64Array
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import worker_id_of
+from services.transfer.zmq_plane import Block, worker_id_of
 
 SendAction = (
     sender.SendOpened
@@ -32,15 +36,16 @@ class Offered:
 
     offer: Offer
     machine: SenderTransfer
+    memory: KvPoolMemory
     gens: U64Array  # [num_blocks]
     digests: U64Array  # [num_blocks, digests_per_block]
 
     @classmethod
-    def make(cls, offer: Offer, machine: SenderTransfer, digests_per_block: int) -> Offered:
+    def make(cls, offer: Offer, machine: SenderTransfer, memory: KvPoolMemory) -> Offered:
         """Make room for what will be announced."""
         gens = np.zeros(machine.num_blocks, np.uint64)
-        digests = np.zeros((machine.num_blocks, digests_per_block), np.uint64)
-        return cls(offer, machine, gens, digests)
+        digests = np.zeros((machine.num_blocks, memory.layout.digests_per_block), np.uint64)
+        return cls(offer, machine, memory, gens, digests)
 
     def note_sealed(self, lo: int, gens: U64Array, digests: U64Array) -> None:
         """Keep what is announced of blocks from `lo` on."""
@@ -53,6 +58,18 @@ class Offered:
             final = self.machine.final
             return final is not None and int(current_gens[0]) == final.tail_gen
         return bool(np.array_equal(current_gens, self.gens[list(out.indexes)]))
+
+    def frames(self, out: DataOut) -> tuple[list[Block], U64Array | None]:
+        """Return the payload of a DATA message, and its digests where it was converted."""
+        blocks = [self.memory.blocks[block_id] for block_id in out.block_ids]
+        layout, wire = self.memory.layout, self.machine.wire
+        if wire is None:
+            return blocks, None
+        rows = self._tail_valid() if out.is_tail else layout.block_size
+        frames = [cut_frame(layout, block, wire, rows) for block in blocks]
+        if wire.kv_dtype == layout.kv_dtype:
+            return frames, None
+        return frames, np.stack([block_digests(wire, frame) for frame in frames])
 
     def event(self, peer: Peer, message: Message, now: float) -> list[SenderAction]:
         """Hand a message of an opened transfer to the session."""
@@ -111,10 +128,15 @@ class Offered:
             yield MessageType.CLOSED, b""
 
     def _ready(self, lo: int, hi: int) -> ReadyArgs:
+        digests, wire = self.digests[lo:hi], self.machine.wire
+        if wire is not None:
+            columns = digest_columns(self.memory.layout, wire)
+            assert columns is not None, "an OPEN off the digest lines is refused"
+            digests = digests[:, columns]
         return ReadyArgs(
             lo=lo,
             gens=self.gens[lo:hi],
-            digests=self.digests[lo:hi],
+            digests=digests,
             source_blocks=np.array(self.machine.block_ids[lo:hi], dtype=np.uint32),
         )
 
@@ -123,6 +145,9 @@ class Offered:
         assert final is not None, "FINAL is sent once there is one"
         info = final.info
         has_tail = info.tail_block is not None
+        digest = final.tail_digest
+        if info.tail_block is not None and self.machine.wire is not None:
+            digest = self._tail_digest(self.memory.blocks[info.tail_block], self.machine.wire)
         return FinalArgs(
             first=info.first,
             num_tokens=info.num_tokens,
@@ -130,6 +155,15 @@ class Offered:
             tail_valid_tokens=info.tail_valid_tokens if has_tail else 0,
             tail_source_block=info.tail_block or 0,
             tail_gen=final.tail_gen,
-            tail_digest=final.tail_digest,
+            tail_digest=digest,
             prefill_us=info.prefill_us,
         )
+
+    def _tail_digest(self, block: Block, wire: KvLayout) -> int:
+        """Digest the part of the tail its owner gets, as stored."""
+        layout, valid = self.memory.layout, self._tail_valid()
+        stored = replace(wire, kv_dtype=layout.kv_dtype)
+        return tail_digest(stored, cut_frame(layout, block, stored, valid), valid)
+
+    def _tail_valid(self) -> int:
+        return self.offer.num_tokens % self.memory.layout.block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.telemetry.logs import get_logger
 from services.transfer import codec
@@ -18,6 +19,7 @@ from services.transfer.handshake import (
     read_welcome,
 )
 from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
+from services.transfer.pairing import max_frame_bytes
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
@@ -60,6 +62,7 @@ class PeerLink:
         self.state = LinkState.GREETING
         self.plane = ""
         self.pool: KvPoolMemory | None = None
+        self.layout: KvLayout = end.layout  # of the peer's pool, known once the link is up
         self.failure: LinkFailure | None = None
         self.last_heard = now
         self.last_data = 0.0
@@ -70,9 +73,8 @@ class PeerLink:
         self._client: PoolClient | None = None
         self._welcome: Welcome | None = None
         base = peer_base(end.worker_id, end.incarnation)
-        self.dealer = DealerLink(
-            context, target.endpoint, base, MAIN, config, keys, end.layout.block_bytes
-        )
+        limit = max_frame_bytes(end.layout)
+        self.dealer = DealerLink(context, target.endpoint, base, MAIN, config, keys, limit)
         poller.add(self.dealer)
         self.dealer.send(MessageType.HELLO, hello_body(end))
 
@@ -123,7 +125,7 @@ class PeerLink:
             self.target.incarnation,
             self._welcome.num_blocks,
             self._welcome.nonce,
-            self._end.layout,
+            self.layout,
         )
         try:
             self.pool = client.receive(expected)
@@ -154,6 +156,7 @@ class PeerLink:
             return
         welcome = read_welcome(self._end, message.body)
         self._welcome = welcome
+        self.layout = welcome.layout
         if welcome.plane != "memfd":
             self._up(welcome.plane)
             return

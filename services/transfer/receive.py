@@ -9,7 +9,9 @@ from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec, receiver
 from services.transfer.api import TransferStats
+from services.transfer.conversion import Conversion
 from services.transfer.peer_link import PeerLink
+from services.transfer.placement import Placement
 from services.transfer.receiver import ReceiverAction, ReceiverState, ReceiverTransfer
 from services.transfer.renewer import Target
 from services.transfer.ticket import Ticket
@@ -44,9 +46,11 @@ class Receive:
     request: OpenRequest
     ticket: Ticket
     machine: ReceiverTransfer
+    placement: Placement
     link: PeerLink | None = None
     pool: KvPoolMemory | None = None  # the peer's, on memfd
     plane: str = ""
+    conversion: Conversion | None = None  # None = blocks come as ours are
     published_state: ReceiverState | None = None
     pulled: list[int] = field(default_factory=list)  # not yet told to the peer
 
@@ -72,7 +76,8 @@ class Receive:
             codec.parse(pb.Opened, message.body)
             return machine.on_opened(now)
         if kind is MessageType.READY:
-            count = layout.digests_per_block
+            wire = self.conversion.wire if self.conversion is not None else layout
+            count = wire.digests_per_block
             return machine.on_ready(codec.ready_args(message.body, machine.num_blocks, count), now)
         if kind is MessageType.FINAL:
             return machine.on_final(codec.final_args(message.body), now)
@@ -89,7 +94,8 @@ class Receive:
         """Return what to send for an action."""
         if isinstance(action, receiver.SendOpen):
             request = self.request
-            args = OpenArgs(request.attempt, action.have, self.plane, 0, request.traceparent)
+            wire = self.conversion.wire if self.conversion is not None else None
+            args = OpenArgs(request.attempt, action.have, self.plane, 0, request.traceparent, wire)
             return MessageType.OPEN, codec.open_body(request.signed_ticket, args)
         if isinstance(action, receiver.SendCredit):
             body = pb.Credit(size_bytes=action.total_bytes).SerializeToString()
@@ -112,13 +118,13 @@ class Receive:
             # Without a connection nothing is lost: all is repeated or covered by the lease.
             self.link.send(kind, body, *self.wire_id)
 
-    def stats(self, block_bytes: int) -> TransferStats:
+    def stats(self) -> TransferStats:
         """Say what it did."""
         machine = self.machine
         return TransferStats(
             plane=self.plane,
             peer=self.ticket.worker_id,
-            size_bytes=machine.blocks_moved * block_bytes,
+            size_bytes=machine.blocks_moved * machine.frame_bytes,
             blocks_moved=machine.blocks_moved,
             blocks_deduped=machine.blocks_deduped,
             open_us=_elapsed_us(machine.open_sent_at, machine.opened_at),

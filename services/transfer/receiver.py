@@ -185,6 +185,7 @@ class ReceiverTransfer:
             raise ValueError("have-bitmap does not fit the prompt")
         self.state = ReceiverState.CONNECTING
         self.plane = ""
+        self.frame_bytes = policy.block_bytes  # of one block as it comes
         self.final: FinalArgs | None = None
         self.num_nacks = 0
         self.blocks_moved = 0
@@ -214,8 +215,7 @@ class ReceiverTransfer:
         self._phase_deadline = now + policy.connect_timeout_s
         self._retry_at = now
         self._transfer_deadline = now + policy.max_transfer_s
-        self._progress_at = now
-        self._stall_base = now
+        self._progress_at = self._stall_base = now
         self._tries = 0
         self._ended = False
 
@@ -225,11 +225,14 @@ class ReceiverTransfer:
         """Ask for the connection."""
         return [Connect()]
 
-    def on_connected(self, plane: str, now: float) -> list[ReceiverAction]:
-        """Send OPEN over the plane that was agreed."""
+    def on_connected(
+        self, plane: str, now: float, frame_bytes: int | None = None
+    ) -> list[ReceiverAction]:
+        """Send OPEN over the plane that was agreed; `frame_bytes` if blocks do not come whole."""
         if self.state is not ReceiverState.CONNECTING:
             return []
         self.plane = plane
+        self.frame_bytes = frame_bytes or self._policy.block_bytes
         self.state = ReceiverState.OPENING
         self._granted = self._accounted = 0
         self._phase_deadline = now + self._policy.open_timeout_s
@@ -433,7 +436,7 @@ class ReceiverTransfer:
 
     def account(self, num_blocks: int) -> None:
         """Note DATA frames that arrived, wanted or not: their credit is used up."""
-        self._accounted += num_blocks * self._policy.block_bytes
+        self._accounted += num_blocks * self.frame_bytes
 
     @property
     def outstanding_bytes(self) -> int:
@@ -444,7 +447,7 @@ class ReceiverTransfer:
         """Bytes of announced blocks no credit covers yet."""
         if self.plane != "zmq" or self.state is not ReceiverState.PULLING:
             return 0
-        return max(0, self._pending * self._policy.block_bytes - self.outstanding_bytes)
+        return max(0, self._pending * self.frame_bytes - self.outstanding_bytes)
 
     def grant(self, size_bytes: int, now: float) -> list[ReceiverAction]:
         """Raise the credit by what the shell's windows allow."""
@@ -574,7 +577,7 @@ class ReceiverTransfer:
     def _done(self) -> SendDone:
         moved = [d for d in self._digests if d is not None]
         folded = int(np.bitwise_xor.reduce(np.concatenate(moved))) if moved else 0
-        return SendDone(folded, self.blocks_moved * self._policy.block_bytes)
+        return SendDone(folded, self.blocks_moved * self.frame_bytes)
 
     def _fail(self, code: str, message: str, can_recompute: bool) -> list[ReceiverAction]:
         was_open = self.state is not ReceiverState.CONNECTING and not self._peer_gone

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.common.ids import BlockId
+from services.kv.layout import KvLayout
 from services.transfer.values import (
     FinalBlocks,
     OpenArgs,
@@ -166,6 +167,7 @@ class SenderTransfer:
         self.attempt = 0
         self.owner: Peer | None = None
         self.plane = ""
+        self.wire: KvLayout | None = None  # what its owner gets of a block; None = all of it
         self.block_ids: list[BlockId] = []
         self.final: FinalBlocks | None = None
         self.bytes_moved = 0
@@ -232,8 +234,8 @@ class SenderTransfer:
         actions: list[SenderAction] = []
         if self.owner is not None and args.attempt > self.attempt:
             actions.append(SendAbort(self.owner, self.attempt, "fenced by a higher attempt"))
-        is_replay = (self.owner, self.attempt, self.plane) == (peer, args.attempt, args.plane)
-        if not is_replay:
+        opened = (self.owner, self.attempt, self.plane, self.wire)
+        if opened != (peer, args.attempt, args.plane, args.wire):
             self._take(peer, args)
         self._granted = max(self._granted, args.credit_bytes)
         self._touch(now)
@@ -263,6 +265,7 @@ class SenderTransfer:
         self.owner = peer
         self.attempt = args.attempt
         self.plane = args.plane
+        self.wire = args.wire
         self._peer_lost = False
         self._peer_quiet = args.plane != "memfd"
         self._granted = 0
@@ -284,7 +287,7 @@ class SenderTransfer:
         if self._is_owner(peer, attempt) and 0 <= lo < hi <= self.num_blocks + 1:
             self._touch(now)
             self.blocks_moved += hi - lo
-            self.bytes_moved += (hi - lo) * self._policy.block_bytes
+            self.bytes_moved += (hi - lo) * self.frame_bytes
         return []
 
     def on_nack(
@@ -326,8 +329,8 @@ class SenderTransfer:
             return [SendClosed(peer, attempt), *early]
         if self.plane == "memfd":
             # Only the reader knows; the last PULLED may be behind its DONE.
-            self.blocks_moved = min(size_bytes // self._policy.block_bytes, self.num_blocks + 1)
-            self.bytes_moved = self.blocks_moved * self._policy.block_bytes
+            self.blocks_moved = min(size_bytes // self.frame_bytes, self.num_blocks + 1)
+            self.bytes_moved = self.blocks_moved * self.frame_bytes
         self._begin_abort("done", "", now)
         return [SendClosed(peer, attempt), *self._try_close(now)]
 
@@ -366,14 +369,14 @@ class SenderTransfer:
             return None
         budget = min(self._granted - self._sent_bytes, self._policy.data_message_bytes)
         # A block larger than a message still goes, alone, once the credit covers it.
-        limit = min(max(1, budget // self._policy.block_bytes), MAX_PAYLOAD_FRAMES)
-        if self._granted - self._sent_bytes < self._policy.block_bytes:
+        limit = min(max(1, budget // self.frame_bytes), MAX_PAYLOAD_FRAMES)
+        if self._granted - self._sent_bytes < self.frame_bytes:
             return None
         indexes = self._next_indexes(limit)
         if not indexes:
             return None
         is_tail = indexes[0] == self.num_blocks
-        size = len(indexes) * self._policy.block_bytes
+        size = len(indexes) * self.frame_bytes
         self._sent_bytes += size
         self.bytes_moved += size
         self.blocks_moved += len(indexes)
@@ -385,6 +388,11 @@ class SenderTransfer:
         """Note that one DATA message no longer reads the pool."""
         self._num_in_flight -= 1
         return self._try_close(now)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one block as the owner gets it."""
+        return self._policy.block_bytes if self.wire is None else self.wire.block_bytes
 
     def block_of(self, index: int) -> BlockId:
         """Return the pool block of a logical index; `num_blocks` is the tail."""

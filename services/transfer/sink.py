@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.common.errors import ConfigError
 from services.common.ids import BlockHash, BlockId
+from services.kv.layout import BLOCK_TOKENS
 from services.telemetry.logs import get_logger
 from services.transfer import receiver
 from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
+from services.transfer.conversion import Conversion
 from services.transfer.counters import SinkCounters
 from services.transfer.end_parts import EndParts
 from services.transfer.intake import Intake
 from services.transfer.link_table import LinkParts, LinkTable
 from services.transfer.loop import Inbox, Timers
+from services.transfer.pairing import AS_STORED, wire_layout
 from services.transfer.peer_link import LinkState, PeerLink
+from services.transfer.placement import Placement
 from services.transfer.receive import OpenRequest, Receive, target_of
 from services.transfer.receive_table import ReceiveTable
 from services.transfer.receiver import ReceiverAction, ReceiverPolicy, ReceiverTransfer
@@ -231,8 +236,12 @@ class TransferSink:
             self._refuse(request.key, *refusal)
             return
         now = self._clock.now()
-        machine = ReceiverTransfer(ticket.num_tokens, request.have, self._policy, now)
-        receive = Receive(request, ticket, machine)
+        # The machine counts the peer's blocks; which rows of ours they are, the placement says.
+        slot_size = ticket.block_size
+        placement = Placement(ticket.num_tokens, slot_size, self._layout.block_size, request.have)
+        policy = replace(self._policy, block_size=slot_size)
+        machine = ReceiverTransfer(ticket.num_tokens, placement.slots_had(), policy, now)
+        receive = Receive(request, ticket, machine, placement)
         self._receives.add(receive)
         self._apply(receive, machine.start())
 
@@ -242,8 +251,9 @@ class TransferSink:
         """Return (code, message) if this ticket is not for us, not now, or not for this prompt."""
         if ticket.block_hashes != hashes:
             return "hash_mismatch", "the ticket names other blocks than the work item"
+        num_hashes = ticket.num_tokens // BLOCK_TOKENS
         num_blocks = ticket.num_tokens // self._layout.block_size
-        if not len(request.have) == len(hashes) == num_blocks:
+        if (len(hashes), len(request.have)) != (num_hashes, num_blocks):
             return "hash_mismatch", "the ticket's length and its blocks do not fit"
         if ticket.kv_identity_fp != self._identity.fingerprint:
             return "incompatible", "the ticket is for another model or weights"
@@ -268,7 +278,10 @@ class TransferSink:
             log.error("transfer.engine_fault", request_id=receive.ticket.request_id)
             ids, tail_block = (), None  # does not fit the prompt: the receive fails by that
         now = self._clock.now()
-        self._apply(receive, receive.machine.reserve(ids, tail_block, now))
+        slots, tail_slot = receive.placement.bind(ids, tail_block)
+        if receive.ticket.block_size == self._layout.block_size:
+            slots, tail_slot = list(ids), tail_block
+        self._apply(receive, receive.machine.reserve(slots, tail_slot, now))
 
     def _cancel(self, key: str, reason: str) -> None:
         receive = self._receives.by_key(key)
@@ -320,7 +333,19 @@ class TransferSink:
 
     def on_connected(self, receive: Receive) -> None:
         """The receive's connection is up."""
-        self._apply(receive, receive.machine.on_connected(receive.plane, self._clock.now()))
+        link = receive.link
+        assert link is not None
+        if receive.ticket.block_size != link.layout.block_size:
+            why = "the ticket and the prefill worker name different block sizes"
+            self.on_connect_failed(receive, "incompatible", why)
+            return
+        wire_dtype = self._config.wire_dtype if receive.plane == "zmq" else AS_STORED
+        wire = wire_layout(link.layout, self._layout, wire_dtype)
+        receive.conversion = None
+        if not (link.layout.is_same(self._layout) and wire.is_same(self._layout)):
+            receive.conversion = Conversion(self._memory, receive.placement, link.layout, wire)
+        now = self._clock.now()
+        self._apply(receive, receive.machine.on_connected(receive.plane, now, wire.block_bytes))
 
     def on_connect_failed(self, receive: Receive, code: str, message: str) -> None:
         """There will be no connection."""
@@ -425,12 +450,13 @@ class TransferSink:
     def _deliver(self, receive: Receive, action: receiver.Deliver) -> None:
         self._end_key(receive)
         self.counters.ready += 1
-        stats = receive.stats(self._layout.block_bytes)
-        self._emit(SinkReady(receive.key, action.final.info(), stats))
+        # Rows of the tail are counted in blocks of ours, whatever the peer's are.
+        info = replace(action.final.info(), tail_valid_tokens=receive.placement.tail_valid)
+        self._emit(SinkReady(receive.key, info, receive.stats()))
 
     def _fail(self, receive: Receive, action: receiver.Fail) -> None:
         self._end_key(receive)
-        stats = receive.stats(self._layout.block_bytes)
+        stats = receive.stats()
         self._refuse(receive.key, action.code, action.message, action.can_recompute, stats)
 
     def _end_key(self, receive: Receive) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from services.common.errors import RequestError
 from services.common.ids import BlockId
 from services.kv.digest import tail_digest
+from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
@@ -29,6 +30,7 @@ from services.transfer.loop import Inbox, Timers
 from services.transfer.memfd_plane import HandoverError, PoolServer
 from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
+from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.peer_table import Mutes, PeerTable
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
@@ -119,8 +121,8 @@ class TransferSource:
     def offer(self, offer: Offer) -> bytes:
         """Open a transfer and return its signed ticket."""
         num_blocks = offer.num_tokens // self._layout.block_size
-        if len(offer.block_hashes) != num_blocks:
-            raise RequestError("internal", "an offer needs one hash per full block")
+        if len(offer.block_hashes) != offer.num_tokens // BLOCK_TOKENS:
+            raise RequestError("internal", f"an offer needs a hash per {BLOCK_TOKENS} tokens")
         xfer_id = self._offers.admit(offer.key)
         expires_ms = self._clock.unix_ms() + round(self._config.ticket_ttl_s * 1000)
         ticket = Ticket(
@@ -135,6 +137,7 @@ class TransferSource:
             tenant=offer.tenant,
             expires_unix_ms=expires_ms,
             request_id=offer.request_id,
+            block_size=self._layout.block_size,
         )
         signed = self._signer.issue(ticket)
         # Queued before the ticket leaves: whoever opens the ticket finds it (see _find_offer).
@@ -252,7 +255,7 @@ class TransferSource:
         has_tail = offer.num_tokens % self._layout.block_size != 0
         now = self._clock.now()
         machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now)
-        offered = Offered.make(offer, machine, self._layout.digests_per_block)
+        offered = Offered.make(offer, machine, self._memory)
         self._offers.add(offered)
         self.counters.offers += 1
         self._timers.at_latest(xfer_id, machine.next_deadline())
@@ -382,8 +385,8 @@ class TransferSource:
             self._apply(offered, machine.on_data_left(now))
             self._fault(offered, "a lent block has changed")
             return
-        body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail)
-        blocks = [self._memory.blocks[block_id] for block_id in out.block_ids]
+        blocks, digests = offered.frames(out)
+        body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail, digests)
         try:
             sent = self._router.send_data(out.peer, machine.xfer_id, out.attempt, body, blocks)
         except BlockingIOError:
@@ -486,7 +489,12 @@ class TransferSource:
             code, detail = refusal or (RejectCode.UNKNOWN, "no such transfer")
             self._reject(peer, header.xfer_id, header.attempt, code, detail)
             return
-        args = codec.open_args(request, offered.machine.num_blocks)
+        try:
+            args = codec.open_args(request, offered.machine.num_blocks, self._wire_of(request))
+        except Unservable as error:
+            detail = str(error)
+            self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
+            return
         if args.attempt != header.attempt:
             raise WireError("attempt")
         info = self._peers.get(peer.base)
@@ -510,12 +518,19 @@ class TransferSource:
             return None, (RejectCode.AUTH, str(error))
         if ticket.xfer_id != xfer_id:
             return None, (RejectCode.AUTH, "the ticket is for another transfer")
-        if request.head_hi or request.layer_hi or request.wire_dtype:
-            return None, (RejectCode.LAYOUT, "partial ranges and conversion are not served")
         if self._offers.by_xfer(xfer_id) is None:
             # The offer may have been made, and its ticket opened, since this turn's commands ran.
             self._run_commands()
         return self._offers.by_xfer(xfer_id), None
+
+    def _wire_of(self, request: pb.Open) -> KvLayout | None:
+        """Return what a frame is if the OPEN does not want blocks as they are."""
+        # A mapped pool is read as it is; only what is sent can be converted.
+        is_sent = codec.plane_name(request.plane) == "zmq"
+        agreed = self._config.wire_dtype if is_sent else AS_STORED
+        layers = (request.layer_lo, request.layer_hi)
+        heads = (request.head_lo, request.head_hi)
+        return requested(self._layout, layers, heads, request.wire_dtype, agreed)
 
     def _on_session_message(self, peer: Peer, message: Message) -> None:
         header = message.header

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from services.common.ids import BlockHash
 from services.kv.hashing import HASH_BYTES, pack_hashes
+from services.kv.layout import BLOCK_TOKENS, MAX_BLOCK_TOKENS
 from services.pb import transfer_pb2 as pb
 
 TICKET_VERSION = 1
@@ -40,6 +41,7 @@ class Ticket:
     tenant: str
     expires_unix_ms: int
     request_id: str
+    block_size: int = BLOCK_TOKENS  # of the issuer's pool
 
 
 class TicketSigner:
@@ -63,6 +65,7 @@ class TicketSigner:
             tenant=ticket.tenant,
             expires_unix_ms=ticket.expires_unix_ms,
             request_id=ticket.request_id,
+            block_size=ticket.block_size,
         ).SerializeToString()
         return pb.SignedTicket(ticket=body, hmac=self._mac(body)).SerializeToString()
 
@@ -105,6 +108,9 @@ def _parse_inner(body: bytes) -> Ticket:
         raise TicketError("a field is longer than the limit")
     if not raw.worker_id or not raw.incarnation or not raw.zmq_endpoint:
         raise TicketError("a field is missing")
+    block_size = raw.block_size or BLOCK_TOKENS
+    if block_size % BLOCK_TOKENS or block_size > MAX_BLOCK_TOKENS:
+        raise TicketError("the block size is none")
     hashes = tuple(
         BlockHash(raw.block_hashes[i : i + HASH_BYTES])
         for i in range(0, len(raw.block_hashes), HASH_BYTES)
@@ -112,5 +118,5 @@ def _parse_inner(body: bytes) -> Ticket:
     return Ticket(
         raw.xfer_id, raw.worker_id, raw.zmq_endpoint, raw.uds_path, raw.incarnation,
         raw.kv_identity_fp, raw.num_tokens, hashes, raw.tenant, raw.expires_unix_ms,
-        raw.request_id,
+        raw.request_id, block_size,
     )  # fmt: skip

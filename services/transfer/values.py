@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from services.kv.layout import KvLayout
 from services.transfer.api import FinalInfo, FirstTokenInfo
 
 U64Array = npt.NDArray[np.uint64]
@@ -43,6 +44,7 @@ class OpenArgs:
     plane: str
     credit_bytes: int = 0
     traceparent: str = ""
+    wire: KvLayout | None = None  # what a payload frame is; None = the sender's block as it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ _MAX_BODY: dict[MessageType, int] = {
     MessageType.OPENED: MIB,
     MessageType.READY: MIB,
     MessageType.FINAL: 64 * KIB,
-    MessageType.DATA: 16 * KIB,
+    MessageType.DATA: 256 * KIB,  # converted frames bring their digests
     MessageType.NACK: 256 * KIB,
     MessageType.RENEW: 64 * KIB,
     MessageType.RENEWED: 64 * KIB,

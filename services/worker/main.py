@@ -282,6 +282,7 @@ class _Worker:
             ticket_ttl_s=settings.ticket_ttl_ms / 1000,
             lease_s=settings.lease_ms / 1000,
             verify_digest=settings.verify_digest,
+            wire_dtype=settings.wire_dtype,
             max_transfers=settings.max_open,
             curve_key_file=settings.curve_key_file or None,
             allow_plaintext_kv=settings.allow_plaintext_kv,

@@ -389,13 +389,14 @@ def test_incompatible_worker_is_named(prefill: PrefillEnd, config: TransferConfi
 
 def test_other_layout_is_refused_naming_both(prefill: PrefillEnd, config: TransferConfig) -> None:
     """RB-022: refused in the handshake, not at transfer time."""
-    decode = make_decode(config, layout=replace(LAYOUT, kv_dtype="bfloat16"))
+    decode = make_decode(config, layout=replace(LAYOUT, head_dim=16))
     try:
         ticket, offer = prefill.offer_all("p", 40)
         decode.receive("d", ticket, offer)
         failed = decode.events.wait("d")
         assert failed.code == "incompatible"
-        assert "kv_dtype: prefill has float32, decode has bfloat16" in failed.message
+        assert "head_dim differs: prefill has float32/16" in failed.message
+        assert "of 32, decode has float32/16" in failed.message
     finally:
         decode.stop()
 

@@ -74,13 +74,58 @@ def test_identity_mismatch_names_the_field() -> None:
     assert (error.field, error.ours, error.theirs) == ("weights_digest", "other", "w" * 8)
 
 
+def test_layouts_that_convert_are_welcome() -> None:
+    for change in (
+        {"kv_dtype": "bfloat16"},
+        {"block_size": 32},
+        {"num_layers": 2, "first_layer": 1, "model_layers": 4},
+        {"num_kv_heads": 1, "first_head": 1, "model_heads": 2},
+    ):
+        decode = replace(DECODE, layout=replace(LAYOUT, **change))
+        answer = answer_hello(PREFILL, hello_body(decode))
+        assert answer.type is MessageType.WELCOME, change
+        assert read_welcome(decode, answer.body).layout.is_same(LAYOUT)
+
+
 def test_layout_mismatch_names_both() -> None:
-    decode = replace(DECODE, layout=replace(LAYOUT, kv_dtype="bfloat16"))
+    decode = replace(DECODE, layout=replace(LAYOUT, head_dim=64, kv_dtype="bfloat16"))
     answer = answer_hello(PREFILL, hello_body(decode))
     assert answer.type is MessageType.REJECT
     code, _, detail = codec.reject_args(answer.body)
     assert code is RejectCode.LAYOUT
-    assert detail == "kv_layout.kv_dtype: prefill has float32, decode has bfloat16"
+    assert detail == (
+        "kv_layout: head_dim differs: "
+        "prefill has float32/16/LKHTD layers 0-4 of 4 heads 0-2 of 2 of 32, "
+        "decode has bfloat16/16/LKHTD layers 0-4 of 4 heads 0-2 of 2 of 64"
+    )
+    # A prefill worker that is too generous is found out by decode.
+    generous = answer_hello(replace(PREFILL, layout=decode.layout), hello_body(decode))
+    with pytest.raises(Incompatible, match="head_dim differs"):
+        read_welcome(DECODE, generous.body)
+
+
+def test_a_layout_that_does_not_add_up_is_a_bad_frame() -> None:
+    hello = pb.Hello.FromString(hello_body(DECODE))
+    detail = pb.PeerDetail.FromString(hello.detail)
+    detail.layout.block_bytes += 1
+    hello.detail = detail.SerializeToString()
+    with pytest.raises(WireError, match="layout_bytes"):
+        answer_hello(PREFILL, hello.SerializeToString())
+    detail.layout.kv_dtype, detail.layout.head_dim = "float3", 1 << 31
+    hello.detail = detail.SerializeToString()
+    answer = answer_hello(PREFILL, hello.SerializeToString())
+    assert (answer.type, "'float3'" in answer.reason) == (MessageType.REJECT, True)
+
+
+def test_both_ends_must_want_the_same_wire_dtype() -> None:
+    """Neither side may round, or not save bytes, without the other knowing."""
+    decode = replace(DECODE, wire_dtype="int8")
+    refused = read_incompatible(answer_hello(PREFILL, hello_body(decode)).body)
+    assert (refused.field, refused.ours, refused.theirs) == ("wire_dtype", "int8", "as stored")
+    answer = answer_hello(replace(PREFILL, wire_dtype="int8"), hello_body(decode))
+    assert answer.plane == "memfd"
+    with pytest.raises(Incompatible, match="wire_dtype"):
+        read_welcome(DECODE, answer.body)
 
 
 def test_protocol_ranges_are_compared_before_the_detail_is_read() -> None:
