@@ -240,8 +240,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return [int(token_id) for token_id in ids]
 
     def _check_model(self, name: str) -> None:
-        if name and name != self._desk.preparer.model().name:
-            raise model_not_found(name)
+        served = self._desk.preparer.model().name
+        if name and name != served:
+            raise model_not_found(name, served)
 
     def _check_ids(self, request: inference_pb2.GenerateRequest) -> None:
         for param in ("request_id", "idempotency_key"):

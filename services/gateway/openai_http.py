@@ -177,11 +177,12 @@ class HttpDoor:
 
     async def _model(self, exchange: Exchange) -> None:
         name = (exchange.path_params or {}).get("model_id", "")
-        for model in self._desk.preparer.models():
+        models = self._desk.preparer.models()
+        for model in models:
             if model.name == name:
                 await exchange.responder.whole(200, dump(self._model_object(model)))
                 return
-        raise model_not_found(name)
+        raise model_not_found(name, ", ".join(model.name for model in models))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         raw = await self._read(exchange)
@@ -242,7 +243,7 @@ class HttpDoor:
     def _check_model(self, name: str) -> ServedModel:
         model = self._desk.preparer.model()
         if name and name != model.name:
-            raise model_not_found(name)
+            raise model_not_found(name, model.name)
         return model
 
     def _with_headers(self, spec: GenerateSpec, exchange: Exchange) -> GenerateSpec:

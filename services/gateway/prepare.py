@@ -157,7 +157,8 @@ class Preparer:
         if token_ids is None:
             raise RequestError(
                 "context_length_exceeded",
-                f"{param} has more tokens than the model's context of {context}",
+                f"{param} has {context + 1} tokens at least; the model's context of {context} "
+                "tokens must hold it and the answer; shorten it",
                 param=param,
             )
         return token_ids

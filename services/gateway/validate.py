@@ -36,7 +36,7 @@ class Arrival:
 def check_spec(spec: GenerateSpec, limits: Limits, model: ServedModel) -> None:
     """Check all that needs no tokens; the first violation is raised with its field and limit."""
     if spec.model and spec.model != model.name:
-        raise model_not_found(spec.model)
+        raise model_not_found(spec.model, model.name)
     _check_sampling(spec, limits)
     _check_stop(spec, limits, model)
     _check_lengths(spec, limits)
@@ -124,9 +124,13 @@ def check_token_ids(
     return token_ids.astype(np.uint32)
 
 
-def model_not_found(name: str) -> RequestError:
-    """Make the error for a model nobody serves; the name is the client's own."""
-    return RequestError("model_not_found", f"model {name[:128]!r} is not served", param="model")
+def model_not_found(name: str, served: str) -> RequestError:
+    """Make the error for a model nobody serves; `name` is the client's own word."""
+    return RequestError(
+        "model_not_found",
+        f"model {name[:128]!r} is not served; served: {served or 'none yet'}",
+        param="model",
+    )
 
 
 def _check_sampling(spec: GenerateSpec, limits: Limits) -> None:
@@ -209,20 +213,21 @@ def _check_prompt_length(length: int, limits: Limits, model: ServedModel, param:
     if limits.max_prompt_tokens and length > limits.max_prompt_tokens:
         raise RequestError(
             "context_length_exceeded",
-            f"{param} has {length} tokens, limit {limits.max_prompt_tokens}",
+            f"{param} has {length} tokens, limit {limits.max_prompt_tokens}; shorten it",
             param=param,
         )
     if length + 1 > model.context_length:
         raise RequestError(
             "context_length_exceeded",
             f"{param} has {length} tokens; the model's context of {model.context_length} tokens "
-            "must hold it and the answer",
+            "must hold it and the answer; shorten it",
             param=param,
         )
     if model.max_pool_tokens and length + 1 > model.max_pool_tokens:
         raise RequestError(
             "prompt_too_large_for_pool",
-            f"{param} has {length} tokens; the largest KV pool holds {model.max_pool_tokens}",
+            f"{param} has {length} tokens; the largest KV pool holds {model.max_pool_tokens}; "
+            "shorten it, or serve with more KV blocks",
             param=param,
         )
 
@@ -241,14 +246,15 @@ def _fit(spec: GenerateSpec, length: int, limits: Limits, model: ServedModel) ->
         raise RequestError(
             "context_length_exceeded",
             f"{length} prompt tokens and {spec.names.max_tokens} {spec.max_tokens} are more than "
-            f"the model's context of {model.context_length} tokens",
+            f"the model's context of {model.context_length} tokens; ask for {context_left} at most",
             param=spec.names.max_tokens,
         )
     if spec.max_tokens > pool_left:
         raise RequestError(
             "prompt_too_large_for_pool",
             f"{length} prompt tokens and {spec.names.max_tokens} {spec.max_tokens} are more than "
-            f"the largest KV pool, which holds {model.max_pool_tokens}",
+            f"the largest KV pool, which holds {model.max_pool_tokens}; "
+            f"ask for {pool_left} at most",
             param=spec.names.max_tokens,
         )
     return spec.max_tokens

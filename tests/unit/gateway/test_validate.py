@@ -118,3 +118,22 @@ def test_limits_come_from_the_table() -> None:
             check_spec(replace(SPEC, **changes), limits, MODEL)
     with pytest.raises(RequestError, match="limit 5"):
         build(SPEC, 6, limits)
+
+
+def message_of(spec: GenerateSpec, length: int, **model: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        build(spec, length, **model)
+    return caught.value.message
+
+
+def test_refusals_say_what_would_be_served() -> None:
+    with pytest.raises(RequestError, match="model 'x' is not served; served: m"):
+        check_spec(replace(SPEC, model="x"), Limits(), MODEL)
+    assert message_of(SPEC, 100) == (
+        "prompt has 100 tokens; the model's context of 100 tokens must hold it and the answer; "
+        "shorten it"
+    )
+    assert message_of(replace(SPEC, max_tokens=91), 10).endswith("; ask for 90 at most")
+    assert message_of(replace(SPEC, max_tokens=31), 10, max_pool_tokens=40).endswith(
+        "; ask for 30 at most"
+    )
