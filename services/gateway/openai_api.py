@@ -11,7 +11,7 @@ import numpy as np
 from services.common.errors import RequestError
 from services.common.limits import Limits
 from services.gateway.fields import Fields, json_type, refuse_unsupported, wrong_type
-from services.gateway.input_bounds import check_count
+from services.gateway.input_bounds import check_count, check_text
 from services.gateway.openai_params import (
     CHAT,
     COMPLETION,
@@ -161,7 +161,8 @@ def _check_harmless(fields: Fields, limits: Limits) -> None:
     for name in UNUSED_TEXTS:
         text = fields.text(name)
         if text is not None:
-            check_count(len(text), limits.max_id_bytes, name, "characters")
+            size = len(check_text(text, name).encode())
+            check_count(size, limits.max_id_bytes, name, "bytes")
     metadata = fields.raw("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         wrong_type("metadata", "an object", metadata)
