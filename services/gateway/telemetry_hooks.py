@@ -11,6 +11,8 @@ from services.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = get_logger(__name__)
 
+PROBE_ROUTES = frozenset({"/health", "/ready", "/metrics"})
+
 
 class TelemetryHooks:
     """Implements GatewayHooks."""
@@ -30,7 +32,10 @@ class TelemetryHooks:
             self._metrics.add(catalog.GRPC_REQUESTS, method=record.route, status=status)
         if record.code == "unauthenticated":
             self._metrics.add(catalog.AUTH_FAILURES)
-        log.info(
+        # Scrapes and probes come every few seconds; what goes wrong with one is still told.
+        is_probe = record.route in PROBE_ROUTES and record.code == "ok"
+        write = log.debug if is_probe else log.info
+        write(
             "gateway.request",
             door=record.door,
             route=record.route,

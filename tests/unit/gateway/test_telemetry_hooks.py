@@ -75,6 +75,16 @@ def test_line_of_a_refused_request_has_only_what_is_known(out: StringIO) -> None
     assert not line.keys() & {"trace_id", "mode", "client_request_id", "prompt_tokens"}
 
 
+def test_probes_are_worth_a_line_only_when_they_fail(out: StringIO) -> None:
+    hooks = TelemetryHooks(Metrics.disabled(), TraceIds())
+    for route in ("/health", "/ready", "/metrics"):
+        hooks.request_finished(RequestRecord("http", route, "ok", 0.001))
+    hooks.request_finished(RequestRecord("http", "/metrics", "unauthenticated", 0.001))
+    assert [(line["route"], line["code"]) for line in lines_of(out)] == [
+        ("/metrics", "unauthenticated")
+    ]
+
+
 def test_id_of_a_client_cannot_forge_a_line_or_fill_the_log() -> None:
     assert client_id_of("abc-1.2:3/x+y=z@h") == "abc-1.2:3/x+y=z@h"
     assert client_id_of('a b\n{"event"}\u00e9') == "a_b___event___"
