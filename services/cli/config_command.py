@@ -23,10 +23,10 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="Configuration
 
 @app.command("check")
 def check(config: ConfigFile = None) -> int:
-    """Read file and environment; say what is wrong, exit 2 then."""
+    """Read file, environment and keys file; say what is wrong, exit 2 then."""
     import os
 
-    settings.load(config, {})
+    settings.check_files(settings.load(config, {}))
     path = settings.find_config(config, os.environ)
     typer.echo(f"ok: {path if path is not None else 'no file, defaults'} and the environment")
     return exits.OK

@@ -43,6 +43,14 @@ def load_serving(path: Path | None, overrides: Mapping[str, object]) -> IsthmusC
     return config.model_copy(update={"model": model})
 
 
+def check_files(config: IsthmusConfig) -> None:
+    """Look at the files settings name; raises ConfigError."""
+    from services.gateway.keys import check_keys_file
+
+    if config.auth.keys_file:
+        check_keys_file(Path(config.auth.keys_file))
+
+
 def resolve_model(config: IsthmusConfig) -> Path:
     """Turn the configured model into a directory processes can load, telling what happens."""
     from services.models.catalog import resolve

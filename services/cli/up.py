@@ -132,6 +132,7 @@ class _Run:
         plans = self._plan()
         # What takes a moment to check comes before a model that may have to be fetched.
         _check_ports(plans)
+        settings.check_files(self._config)
         self._check_store()
         model_dir = settings.resolve_model(self._config)
         self._log_dir.mkdir(parents=True, exist_ok=True)

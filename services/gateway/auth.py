@@ -130,11 +130,15 @@ class Authenticator:
             content = read_keys(self._path)
         except FileNotFoundError:
             if self._seen is not None or not self._records:
-                log.error("gateway.keys_file_missing")
+                log.error("gateway.keys_file_missing", path=str(self._path))
             self._records, self._seen = {}, None
             return
         except (ConfigError, OSError) as error:
-            log.error("gateway.keys_file_unreadable", reason=type(error).__name__)
+            log.error(
+                "gateway.keys_file_unreadable",
+                path=str(self._path),
+                reason=type(error).__name__,
+            )
             return
         self._records = {record.key_id: record for record in content.keys}
         self._seen = seen

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -49,6 +50,25 @@ def read_keys(path: Path) -> KeysFile:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"keys file: {where}: {first['msg']}") from None
+
+
+def check_keys_file(path: Path) -> None:
+    """Raise ConfigError unless the file is there and whole.
+
+    A router that runs bears a missing file (it refuses everyone until the file is back), but one
+    that starts without it has most likely been given a wrong path.
+    """
+    try:
+        read_keys(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"auth.keys_file: there is no {path}; make it with "
+            f"`isthmus key new --file {shlex.quote(str(path))}`"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"auth.keys_file: {path} cannot be read ({error.strerror})") from None
+    except ConfigError as error:
+        raise ConfigError(f"auth.keys_file: {path}: {error}") from None
 
 
 def create_key(path: Path, tenant: str, label: str, unix_ms: int) -> tuple[str, KeyRecord]:

@@ -12,6 +12,7 @@ from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.model_manifest import read_manifest
 from services.gateway.config import GatewayConfig
+from services.gateway.keys import check_keys_file
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
@@ -38,7 +39,12 @@ _LAST_WORDS_S = 2.0  # for the doors to write the errors of requests that did no
 
 
 def run_router(config: IsthmusConfig, model_dir: Path) -> int:
-    """Run until a signal; return the exit status. `model_dir` is a resolved directory."""
+    """Run until a signal; return the exit status. `model_dir` is a resolved directory.
+
+    Raises ConfigError for a configuration no router can run with.
+    """
+    if config.auth.keys_file:
+        check_keys_file(Path(config.auth.keys_file))
     process = _RouterProcess(config, model_dir, SystemClock())
     return run_service(
         Phases(process.start, process.drain, process.stop), drain_s=config.router.drain_s

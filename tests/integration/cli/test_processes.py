@@ -97,6 +97,18 @@ def test_worker_without_its_device_ends_with_2_and_says_so(tmp_path: Path, toy: 
     assert "Traceback" not in log.read_text()
 
 
+def test_router_without_its_keys_file_ends_with_2_and_names_it(tmp_path: Path, toy: Path) -> None:
+    log = tmp_path / "log"
+    missing = str(tmp_path / "keys.json")
+    with isthmus(
+        log,
+        *("router", "--model", str(toy), "--grpc-port", "0", "--http-port", "0"),
+        ISTHMUS_AUTH__KEYS_FILE=missing,
+    ) as process:
+        assert process.wait(60) == 2
+    assert f"auth.keys_file: there is no {missing}" in log.read_text()
+
+
 def test_missing_model_ends_with_3(tmp_path: Path) -> None:
     log = tmp_path / "log"
     missing = str(tmp_path / "none.gguf")

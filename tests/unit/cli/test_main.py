@@ -76,6 +76,30 @@ def test_up_with_an_address_that_is_none_is_a_usage_fault(
 
 
 @pytest.mark.parametrize(
+    "arguments", [["config", "check"], ["up", "--grpc-port", "0", "--http-port", "0"]]
+)
+def test_missing_keys_file_is_told_with_its_path_and_the_way_out(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ISTHMUS_AUTH__KEYS_FILE", "/nowhere/my keys.json")
+    assert run(arguments) == exits.USAGE
+    assert capsys.readouterr().err == (
+        "isthmus: configuration: auth.keys_file: there is no /nowhere/my keys.json; "
+        "make it with `isthmus key new --file '/nowhere/my keys.json'`\n"
+    )
+
+
+def test_damaged_keys_file_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    monkeypatch.setenv("ISTHMUS_AUTH__KEYS_FILE", str(file))
+    assert run(["config", "check"]) == exits.USAGE
+    assert f"auth.keys_file: {file}: keys file: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["no-such-command"],
