@@ -209,14 +209,14 @@ class ReceiverTransfer:
         self._pending = 0  # announced, not verified
         self._granted = 0  # cumulative credit of this connection
         self._accounted = 0  # of it: arrived, or given up as lost
-        self._num_stalls = 0
-        self._num_reconnects = 0
+        self._num_stalls = self._num_reconnects = self._tries = 0
         self._peer_gone = False
         self._phase_deadline = now + policy.connect_timeout_s
         self._retry_at = now
         self._transfer_deadline = now + policy.max_transfer_s
         self._progress_at = self._stall_base = now
-        self._tries = 0
+        self._has_gap = False
+        self._gap_open_at = now
         self._ended = False
 
     # ---- from the shell -----------------------------------------------------------------------
@@ -291,7 +291,7 @@ class ReceiverTransfer:
             return self._fail("handoff_failed", "READY names blocks the prompt has not", True)
         if self.first_ready_at is None:
             self.first_ready_at = now
-        self._progress_at = now
+        num_known = self._pending
         news = zip(ready.gens.tolist(), ready.source_blocks.tolist(), ready.digests, strict=True)
         for index, (gen, source_block, digests) in enumerate(news, start=ready.lo):
             if self._slots[index] in (Slot.VERIFIED, Slot.HAD):
@@ -300,6 +300,8 @@ class ReceiverTransfer:
             self._sources[index] = source_block
             self._digests[index] = digests
             self._announce(index)
+        if self._pending > num_known:
+            self._progress_at = now  # not for what was announced before: data may still be stuck
         return [WorkReady(), *self._try_finish(now)]
 
     def on_final(self, final: FinalArgs, now: float) -> list[ReceiverAction]:
@@ -374,8 +376,13 @@ class ReceiverTransfer:
         return [Connect()]
 
     def on_gap(self, now: float) -> list[ReceiverAction]:
-        """A message of the peer was lost: have the announcements repeated."""
-        return [self._open(now)] if self.state in _OPENED else []
+        """A message of the peer was lost: have the announcements repeated, but not in a storm."""
+        if self.state not in _OPENED:
+            return []
+        if now < self._gap_open_at:
+            self._has_gap = True  # `on_time` repeats OPEN once for all the gaps until then
+            return []
+        return [self._reopen_after_gap(now)]
 
     # ---- blocks -------------------------------------------------------------------------------
 
@@ -461,11 +468,14 @@ class ReceiverTransfer:
         """When `on_time` wants to be called next."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._retry_at
+        times = [self._transfer_deadline]
+        if self._has_gap and self.state in _OPENED:
+            times.append(self._gap_open_at)
         if self.state is ReceiverState.PULLING:
             base = max(self._progress_at, self._stall_base)
-            stall_at = base + self._policy.stall_timeout_s
-            return min(self._transfer_deadline, stall_at)
-        times = [self._transfer_deadline, self._phase_deadline]
+            times.append(base + self._policy.stall_timeout_s)
+            return min(times)
+        times.append(self._phase_deadline)
         if self.state is ReceiverState.OPENING:
             times.append(self._retry_at)
         return min(times)
@@ -478,8 +488,13 @@ class ReceiverTransfer:
             return []
         if now >= self._transfer_deadline:
             return self._fail("handoff_failed", "the handoff took longer than its limit", True)
+        if self._has_gap and self.state in _OPENED and now >= self._gap_open_at:
+            return [self._reopen_after_gap(now)]
         if self.state is ReceiverState.PULLING:
             return self._on_stall_check(now, link_progress_at)
+        return self._on_phase_check(now)
+
+    def _on_phase_check(self, now: float) -> list[ReceiverAction]:
         if now >= self._phase_deadline:
             waits_for = {
                 ReceiverState.CONNECTING: "no connection to the prefill worker",
@@ -504,10 +519,16 @@ class ReceiverTransfer:
             lost = [i for i, slot in enumerate(self._slots) if slot is Slot.ANNOUNCED]
             self._accounted = self._granted
             return [*self._nack(lost, "no progress"), self._open(now)]
-        if self._pending == 0:
-            # Waiting for prefill to compute, or for a READY that was lost: OPEN has it repeated.
+        if self._pending == 0 or (self.plane == "memfd" and not self._pull_queue):
+            # Waiting for prefill to compute, or for a READY that was lost, be it the answer to a
+            # NACK: OPEN has it repeated.
             return [self._open(now)]
         return [WorkReady()]
+
+    def _reopen_after_gap(self, now: float) -> SendOpen:
+        self._has_gap = False
+        self._gap_open_at = now + self._policy.open_retry_s
+        return self._open(now)
 
     def _window_end(self) -> float:
         return self._progress_at + self._policy.window_s
@@ -596,7 +617,8 @@ class ReceiverTransfer:
         return [Forget()]
 
     def _can_finish_alone(self) -> bool:
-        return self.plane == "memfd" and self.final is not None and self.state in _OPENED
+        is_known = self.final is not None and self._pending == self._num_missing
+        return self.plane == "memfd" and is_known and self.state in _OPENED
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant is broken."""

@@ -23,7 +23,7 @@ from tests.support.transfer_world import (
     World,
 )
 
-STEPS = st.lists(st.tuples(st.integers(0, 17), st.integers(0, 1_000)), max_size=70)
+STEPS = st.lists(st.tuples(st.integers(0, 18), st.integers(0, 1_000)), max_size=70)
 
 
 def _step(world: World, code: int, number: int) -> None:
@@ -52,6 +52,7 @@ def _step(world: World, code: int, number: int) -> None:
         15: lambda: _rare(world, decode, number),
         16: lambda: _open_second(world, number),
         17: world.pump,
+        18: world.unpin,
     }
     others.get(code, world.tick)()
 
@@ -103,8 +104,8 @@ def test_every_interleaving_ends_once_and_never_accepts_wrong_content(
 # Mostly progress, some trouble: (step, weight).
 WEIGHTS = dict(
     zip(
-        (0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17),
-        (40, 3, 3, 4, 6, 4, 8, 2, 8, 2, 1, 1, 1, 12),
+        (0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18),
+        (40, 3, 3, 4, 6, 4, 8, 2, 8, 2, 1, 1, 1, 12, 2),
         strict=True,
     )
 )
@@ -138,7 +139,9 @@ def test_seeded_histories_end_once_and_exercise_every_ending() -> None:
                 assert len(decode.ended) == 1, seed
                 endings[type(decode.ended[0]).__name__] += 1
         endings["flips"] += world.bit_flips
-    for ending in ("done", "aborted", "expired", "peer_lost", "Deliver", "Fail", "flips"):
+        endings["unpinned"] += len(world.unpinned)
+    wanted = ("done", "aborted", "expired", "peer_lost", "Deliver", "Fail", "flips", "unpinned")
+    for ending in wanted:
         assert endings[ending] >= 10, endings
 
 
@@ -429,3 +432,47 @@ def test_cancel_by_the_worker_is_not_to_be_recomputed() -> None:
     assert abort == rx.SendAbort("client left")
     assert fail == rx.Fail("cancelled", "client left", False)
     assert machine.cancel("again", 1.1) == []
+
+
+def test_repeated_announcements_are_no_progress_of_stuck_data() -> None:
+    """RB-009: found by the simulator: gaps on the link repeated READY and so hid the stall."""
+    machine = _pulling()
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.grant(2 * BLOCK_BYTES, 0.5)
+    for step in range(1, 10):
+        machine.on_ready(_ready(0, 2), 0.5 + 0.2 * step)
+    actions = machine.on_time(0.5 + RECEIVER_POLICY.stall_timeout_s)
+    assert rx.SendNack((0, 1), False, "no progress") in actions
+
+
+def test_gaps_in_a_row_repeat_one_open() -> None:
+    """Found by the simulator: every gap used to bring three messages, each with its own chance."""
+    machine = _pulling()
+    assert machine.on_gap(0.4) == [rx.SendOpen((False, False))]
+    assert machine.on_gap(0.5) == machine.on_gap(0.6) == []
+    due = machine.next_deadline()
+    assert due == pytest.approx(0.4 + RECEIVER_POLICY.open_retry_s)
+    assert machine.on_time(due) == [rx.SendOpen((False, False))]
+    assert machine.next_deadline() > due
+
+
+def test_a_lost_nack_is_made_good_by_opening_again() -> None:
+    """RB-009: found by the simulator: a mapped pool was waited for until the last limit."""
+    machine = _pulling(plane="memfd")
+    machine.on_ready(_ready(0, 2), 0.4)
+    for pull in machine.take_pulls(8):
+        machine.on_block(pull.index, pull.index != 1, 0.5, "generation")
+    assert not machine.has_pulls()
+    actions = machine.on_time(machine.next_deadline())
+    assert actions == [rx.SendOpen((True, False))]
+    machine.on_ready(_ready(0, 2), 3.0)
+    assert [pull.index for pull in machine.take_pulls(8)] == [1]
+
+
+def test_a_dead_owner_whose_blocks_were_not_all_announced_fails_at_once() -> None:
+    """RB-010: found by the simulator: FINAL had come, one READY was lost with its owner."""
+    machine = _pulling(plane="memfd")
+    machine.on_ready(_ready(0, 1), 0.4)
+    machine.on_final(_final(), 0.5)
+    actions = machine.on_peer_lost(True, 0.6)
+    assert [type(a) for a in actions] == [rx.Fail, rx.Forget]
