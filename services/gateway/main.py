@@ -63,6 +63,7 @@ class _RouterProcess:
             manifest = manifest.model_copy(update={"name": config.model.served_name})
         text = TextModel.load(model_dir)
         self._metrics = Metrics.enabled()
+        self._metrics.begin(catalog.ROUTER_TOTALS)
         self._tracing = setup_tracing(config.telemetry, service="router", instance=router_id)
         self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
         self._reader = RedisRegistryReader(

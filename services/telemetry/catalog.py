@@ -199,6 +199,10 @@ SPANS_DROPPED = Gauge(
     "isthmus_spans_dropped", "spans", "Spans that found the export queue full, since the start."
 )
 
+# Counters without labels, by who counts them: shown as 0 until the first event.
+ROUTER_TOTALS = (PROMPT_TOKENS, CACHED_TOKENS, COMPLETION_TOKENS, MIGRATIONS, AUTH_FAILURES)
+WORKER_TOTALS = (STEPS, PREEMPTIONS, KV_INTEGRITY_ERRORS)
+
 # Spans of one request, in the order they begin.
 SPAN_REQUEST = Span(
     "isthmus.request",

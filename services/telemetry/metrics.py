@@ -46,6 +46,13 @@ class Metrics:
         """Make metrics that go nowhere."""
         return cls(None)
 
+    def begin(self, totals: Iterable[Counter]) -> None:
+        """Show counters without labels from the start: one that is absent until it counts hides
+        its first increase.
+        """
+        for metric in totals:
+            self.add(metric, 0)
+
     def add(self, metric: Counter, value: float = 1, /, **labels: str) -> None:
         """Raise a counter."""
         if self._instruments is not None:

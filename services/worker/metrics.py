@@ -31,7 +31,8 @@ def watch_gauges(
     sink: TransferSink,
     tracing: Tracing,
 ) -> None:
-    """Register the gauges; each reads a value its owner keeps ready."""
+    """Register the gauges; each reads a value its owner keeps ready. Totals begin at 0."""
+    metrics.begin(catalog.WORKER_TOTALS)
     metrics.watch(catalog.KV_BLOCKS, lambda: _block_readings(engine))
     metrics.watch(catalog.WORK_OPEN, lambda: _work_readings(engine))
     metrics.watch(

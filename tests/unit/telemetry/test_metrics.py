@@ -83,3 +83,19 @@ def test_two_sets_do_not_share_values() -> None:
     assert b"isthmus_steps_total 1.0" not in second.render()
     first.shutdown()
     second.shutdown()
+
+
+def test_counters_without_labels_are_there_before_they_count(metrics: Metrics) -> None:
+    totals = (*catalog.ROUTER_TOTALS, *catalog.WORKER_TOTALS)
+    assert sorted(totals, key=lambda total: total.name) == sorted(
+        (m for m in catalog.all_metrics() if isinstance(m, catalog.Counter) and not m.labels),
+        key=lambda total: total.name,
+    )
+    metrics.begin(catalog.WORKER_TOTALS)
+    metrics.add(catalog.STEPS)
+    lines = metrics.render().decode().splitlines()
+    assert [line for line in lines if line.startswith("isthmus_") and "build" not in line] == [
+        "isthmus_steps_total 1.0",
+        "isthmus_preemptions_total 0.0",
+        "isthmus_kv_integrity_errors_total 0.0",
+    ]
