@@ -10,6 +10,7 @@ import typer
 
 from services.cli import (
     bench,
+    chaos,
     chat,
     config_command,
     doctor,
@@ -23,7 +24,6 @@ from services.cli import (
 
 app = typer.Typer(
     name="isthmus",
-    help="Serve language models from separate prefill and decode pools.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts
@@ -38,6 +38,25 @@ app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
 app.add_typer(config_command.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(chaos.app, name="chaos")
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(_version_line())
+        raise typer.Exit(exits.OK)
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Serve language models from separate prefill and decode pools."""
 
 
 @app.command()
@@ -47,8 +66,13 @@ def version(
     """Print the version."""
     from services.common.version import installed_version
 
-    number = installed_version()
-    typer.echo(number if short else f"isthmus {number} (Python {sys.version.split()[0]})")
+    typer.echo(installed_version() if short else _version_line())
+
+
+def _version_line() -> str:
+    from services.common.version import installed_version
+
+    return f"isthmus {installed_version()} (Python {sys.version.split()[0]})"
 
 
 def main() -> None:

@@ -1,0 +1,221 @@
+"""A cluster under fire: store, router and workers that are started again at once, whatever happens.
+
+Unlike `isthmus up` it waits for nothing between two lives of a worker, puts a proxy in front of
+every KV port, and arms a fault point in a worker's next life.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+import psutil
+from pydantic import SecretStr
+
+from services.chaos.scripted_worker import SPEED_VARIABLE
+from services.chaos.tcp_proxy import TcpProxy
+from services.common.address import free_port
+from services.common.config import IsthmusConfig
+from services.common.config_source import dump_yaml
+from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.registry.embedded import EmbeddedStore
+from services.runtime.fault_points import VARIABLE
+from services.runtime.process import Child
+from services.runtime.runtime_dir import RuntimeDir
+
+HOST = "127.0.0.1"
+RPC_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 8.0
+SCRIPTED: tuple[str, ...] = ("services.chaos.scripted_worker",)
+MODEL: tuple[str, ...] = ("services.cli.main", "worker")
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RigPlan:
+    """What the cluster is made of."""
+
+    model_dir: Path
+    prefill: int = 2
+    decode: int = 2
+    program: Sequence[str] = SCRIPTED
+    threads: int = 1
+    speed: str = ""  # of scripted workers; empty = their default
+    settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # section -> field
+
+
+class RigWorker:
+    """One worker through all its lives; ports and name stay, the incarnation does not."""
+
+    def __init__(self, name: str, role: str, planes: str, plan: RigPlan, rig_dir: Path) -> None:
+        self.name = name
+        self.role = role
+        self.grpc = f"{HOST}:{free_port(HOST)}"
+        self.num_lives = 0
+        self.point = ""  # armed in the current life, until it has fired
+        self._plan = plan
+        kv_port = free_port(HOST)
+        self.proxy = TcpProxy((HOST, kv_port), seed=kv_port)
+        runtime_dir = rig_dir / name
+        runtime_dir.mkdir(mode=0o700)
+        self._environ = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")},
+            "ISTHMUS_WORKER__ROLE": role,
+            "ISTHMUS_WORKER__WORKER_ID": name,
+            "ISTHMUS_WORKER__GRPC_PORT": self.grpc.rpartition(":")[2],
+            "ISTHMUS_WORKER__RUNTIME_DIR": str(runtime_dir),
+            "ISTHMUS_TRANSFER__PLANES": planes,
+            "ISTHMUS_TRANSFER__ZMQ_PORT": str(kv_port),
+            "ISTHMUS_TRANSFER__ZMQ_ADVERTISE": f"{HOST}:{self.proxy.port}",
+        }
+        if plan.speed:
+            self._environ[SPEED_VARIABLE] = plan.speed
+        argv = [sys.executable, "-P", "-m", *plan.program, "--config", str(rig_dir / "rig.yaml")]
+        self._argv, self._log = argv, rig_dir / f"{name}.log"
+        self.child = Child(name, argv, self._environ, self._log)
+        self.channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
+
+    def spawn(self, point: str) -> None:
+        """Begin the next life, with a fault point armed, or none if it is empty."""
+        self.point = point
+        environ = {**self._environ, VARIABLE: point} if point else self._environ
+        self.child = Child(self.name, self._argv, environ, self._log)
+        self.child.spawn()
+        self.num_lives += 1
+
+    def is_frozen(self) -> bool:
+        """Whether the process has been stopped by a signal."""
+        pid = self.child.pid
+        if pid is None or not self.child.is_running:
+            return False
+        with suppress(psutil.Error):
+            return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return False
+
+    async def status(self) -> worker_pb2.StatusResponse | None:
+        """Ask for its counters; None while it does not answer."""
+        stub = worker_pb2_grpc.WorkerStub(self.channel)
+        try:
+            return await stub.Status(worker_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+
+    def stop(self) -> None:
+        """Ask the process to end; it may be frozen."""
+        self.child.send(signal.SIGCONT)
+        self.child.send(signal.SIGTERM)
+
+
+class Rig:
+    """Starts on entry, ends on exit; enter it on the main thread (children die with it)."""
+
+    def __init__(self, plan: RigPlan, first_point: Callable[[RigWorker], str]) -> None:
+        """Prepare; `first_point` arms a worker's first life."""
+        self._plan = plan
+        self._first_point = first_point
+        self.workers: list[RigWorker] = []
+        self.grpc = f"{HOST}:{free_port(HOST)}"
+
+    async def __aenter__(self) -> Self:
+        """Start everything; `all_live` says when it is ready."""
+        self._runtime = RuntimeDir.create(os.environ)
+        path = self._runtime.path
+        try:
+            self._store = EmbeddedStore.start(path)
+            self._write_config(path / "rig.yaml")
+            argv = [sys.executable, "-P", "-m", "services.cli.main", "router"]
+            argv += ["--config", str(path / "rig.yaml")]
+            environ = {k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")}
+            self._router = Child("router", argv, environ, path / "router.log")
+            self._router.spawn()
+            for name, role, planes in _names(self._plan):
+                worker = RigWorker(name, role, planes, self._plan, path)
+                self.workers.append(worker)
+                worker.spawn(self._first_point(worker))
+            self._channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
+        except BaseException:
+            self._runtime.remove()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End every process and remove every file."""
+        for worker in self.workers:
+            worker.stop()
+        self._router.send(signal.SIGTERM)
+        for child in (*(worker.child for worker in self.workers), self._router):
+            if not child.wait(STOP_TIMEOUT_S):
+                child.send(signal.SIGKILL)
+                child.wait(STOP_TIMEOUT_S)
+        for worker in self.workers:
+            worker.proxy.stop()
+            await worker.channel.close()
+        await self._channel.close()
+        self._store.stop()
+        self._runtime.remove()
+
+    def _write_config(self, path: Path) -> None:
+        port = int(self.grpc.rpartition(":")[2])
+        sections: dict[str, dict[str, object]] = {
+            "model": {"name": str(self._plan.model_dir)},
+            "store": {"url": SecretStr(self._store.url)},
+            "router": {"grpc_port": port, "http_port": free_port(HOST), "drain_s": 0.5},
+            "worker": {"threads": self._plan.threads, "drain_s": 0.5},
+            "telemetry": {"log_level": "warning"},
+        }
+        for section, fields in self._plan.settings.items():
+            sections.setdefault(section, {}).update(fields)
+        config = IsthmusConfig.model_validate(sections)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+            file.write(dump_yaml(config))
+
+    @property
+    def router_is_running(self) -> bool:
+        """The router is never attacked: its death is a finding."""
+        return self._router.is_running
+
+    def tails(self) -> str:
+        """The last log lines of every process, for a failure's report."""
+        children = (self._router, *(worker.child for worker in self.workers))
+        return "\n".join(f"[{c.name}] {line}" for c in children for line in c.tail(6))
+
+    async def num_live(self) -> int:
+        """Workers the router uses."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            answer = await stub.ClusterStatus(
+                admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return 0
+        return sum(worker.state == "live" for worker in answer.workers)
+
+
+def _names(plan: RigPlan) -> Sequence[tuple[str, str, str]]:
+    """Name, role and planes of every worker: every second one knows no memfd."""
+    made = []
+    for role, count in (("prefill", plan.prefill), ("decode", plan.decode)):
+        for index in range(count):
+            is_plain = role == "prefill" and index % 2
+            made.append((f"{role}-{index}", role, "zmq" if is_plain else "memfd,zmq"))
+    return made
