@@ -27,7 +27,7 @@ from services.common.ids import BlockHash, BlockId
 from services.kv.digest import block_digests
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
-from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent
+from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent, SourceReleased
 from services.transfer.config import TransferConfig
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.source import TransferSource
@@ -269,6 +269,8 @@ class _Prefill:
             memory.gens[block] += 1
 
     def _on_event(self, event: SourceEvent) -> None:
+        if not isinstance(event, SourceReleased):
+            return
         with self._changed:
             self._released[event.key] = event.outcome
             self._changed.notify_all()

@@ -7,7 +7,9 @@ give it back.
 
 Handing off (prefill side), in this order for one request:
   OfferReady -> BlocksSealed* -> PrefillFinished -> command `source_released`
-  (CancelSource may come at any point; `source_released` ends it in every case)
+  (CancelSource may come at any point; `source_released` ends it in every case.
+  Between PrefillFinished and that, UnpinWanted asks for blocks the reader has already pulled;
+  they come back with `source_unpinned`, as often as there are some)
 Receiving (decode side):
   ReceiveWanted -> BlocksReserved -> command `received` | `receive_failed`
   (CancelReceive may come at any point; `receive_failed` then ends it)
@@ -186,6 +188,13 @@ class CancelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpinWanted:
+    """Memory is short: from now on give back blocks as soon as their reader has pulled them."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
 class MigrateRefused:
     """This work item cannot move now; it goes on as if nothing had been asked."""
 
@@ -230,6 +239,7 @@ EngineEvent = (
     | BlocksSealed
     | PrefillFinished
     | CancelSource
+    | UnpinWanted
     | MigrateRefused
     | ReceiveWanted
     | BlocksReserved
@@ -290,6 +300,10 @@ class Engine(Protocol):
 
     def source_released(self, key: RequestKey) -> None:
         """The sender no longer reads this request's blocks."""
+        ...
+
+    def source_unpinned(self, key: RequestKey, block_ids: Sequence[BlockId]) -> None:
+        """The sender no longer reads these blocks of a request whose prefill is done."""
         ...
 
     def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:

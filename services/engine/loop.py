@@ -11,7 +11,7 @@ from typing import Protocol
 
 from services.common.clock import Clock
 from services.common.errors import RequestError
-from services.common.ids import BlockHash
+from services.common.ids import BlockHash, BlockId
 from services.engine.api import (
     CacheDelta,
     EndReason,
@@ -122,6 +122,11 @@ class EngineLoop:
     def source_released(self, key: RequestKey) -> None:
         """The sender no longer reads this request's blocks."""
         self._send(key, lambda now: self._scheduler.source_released(key, now))
+
+    def source_unpinned(self, key: RequestKey, block_ids: Sequence[BlockId]) -> None:
+        """The sender no longer reads these blocks of a request whose prefill is done."""
+        ids = tuple(block_ids)
+        self._send(key, lambda _now: self._scheduler.source_unpinned(key, ids))
 
     def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:
         """All blocks of a CONTINUE item are written and verified, their digests stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -116,6 +117,34 @@ class Residency:
             # chain stays one chain in the cache. Nobody was told of ours yet.
             seq.table.replace(idx, kept)
         seq.num_sealed += 1
+
+    def unpin(self, seq: Sequence, pulled: Collection[BlockId]) -> int:
+        """Give back blocks of a lent sequence that nobody reads any more; return how many.
+
+        They stay cached and may be evicted, so the deeper ones that are still read must leave
+        the cache: no cached block may outlive the one before it. Where one cannot leave, because
+        others have built on it, the blocks before it stay pinned.
+        """
+        blocks = seq.table.block_ids
+        dropped: list[BlockId] = []
+        for block_id in reversed(blocks[: seq.num_sealed]):
+            if block_id in pulled:
+                dropped.append(block_id)
+            elif not self._lets_go_of_parents(block_id):
+                break
+        gone = frozenset(dropped)
+        seq.table = type(seq.table)(self._block_size, (b for b in blocks if b not in gone))
+        seq.num_sealed -= len(dropped)
+        self.pool.decref(dropped[::-1])
+        return len(dropped)
+
+    def _lets_go_of_parents(self, block_id: BlockId) -> bool:
+        # Whoever else holds it holds the blocks before it too.
+        return (
+            self.pool.num_refs(block_id) > 1
+            or not self.pool.is_cached(block_id)
+            or self.pool.uncache(block_id)
+        )
 
     def freeze_tail(self, seq: Sequence) -> tuple[BlockId | None, int]:
         """Freeze the partial last block; return it and its valid tokens, or (None, 0)."""

@@ -32,6 +32,7 @@ from services.engine.api import (
     Refused,
     RequestKey,
     TokensOut,
+    UnpinWanted,
     WorkKind,
 )
 from services.engine.config import EngineConfig, check_role_weights
@@ -184,6 +185,22 @@ class Scheduler:
         if request.state in (RequestState.HANDING_OFF, RequestState.RELEASING):
             self._forget(request)
         # Else prefill still runs: nobody pulls any more, but the client awaits the first token.
+
+    def source_unpinned(self, key: RequestKey, block_ids: tuple[BlockId, ...]) -> None:
+        """The sender no longer reads these blocks; prefill is done, so we do not either."""
+        request = self._requests.get(key)
+        if request is None:
+            return
+        if request.state not in (RequestState.HANDING_OFF, RequestState.RELEASING):
+            raise RuntimeError(f"blocks unpinned in state {request.state.value}")
+        self.stats.unpinned += self._blocks.unpin(request.trunk, frozenset(block_ids))
+
+    def _ask_unpin(self) -> None:
+        """Memory is short: have what is handed off give its pulled blocks back early."""
+        for request in self._requests.values():
+            if request.state is RequestState.HANDING_OFF and not request.is_unpinning:
+                request.is_unpinning = True
+                self._outbox.append(UnpinWanted(request.key))
 
     def received(self, key: RequestKey, first: tuple[FirstToken, ...], now: float) -> None:
         """All blocks of a CONTINUE item are written and verified."""
@@ -344,6 +361,8 @@ class Scheduler:
     def _try_admit(self, seq: Sequence, now: float) -> bool:
         cached = self._cached_for(seq)
         if not self._fits(seq, cached) and not self._make_room(seq, cached, now):
+            if self._slots_taken() + seq.request.num_slots <= self.config.max_num_seqs:
+                self._ask_unpin()
             return False
         self._queue.discard(seq)
         if seq.request.state is RequestState.OPENING:
@@ -490,6 +509,7 @@ class Scheduler:
             try:
                 self._blocks.extend(seq, 1)
             except BlocksExhausted:
+                self._ask_unpin()
                 # The one of worst standing gives way: it may be this one, never a better one.
                 victim = self._victims()[0]
                 self._preempt((victim,), now)

@@ -59,6 +59,7 @@ class EngineStats:
     def __init__(self) -> None:
         self.steps = 0
         self.preemptions = 0
+        self.unpinned = 0  # blocks a hand-off gave back before its end
         self._prefill_rate = Ewma()
         self._prefill_s = LineFit()
         self._chunk_sizes: deque[int] = deque(maxlen=_SAME_CHUNKS)

@@ -75,6 +75,10 @@ class BlockPool:
         """Say whether the block's content is stable."""
         return self.gen(block_id) % 2 == 0
 
+    def is_cached(self, block_id: BlockId) -> bool:
+        """Say whether the block is in the prefix cache."""
+        return self._hashes[block_id] is not None
+
     def num_refs(self, block_id: BlockId) -> int:
         """Return the block's reference count."""
         return self._refs[block_id]
@@ -154,6 +158,20 @@ class BlockPool:
         """Declare a partial last block stable; it never enters the prefix cache."""
         self._check_being_written(block_id)
         self._gens[block_id] += np.uint64(1)
+
+    def uncache(self, block_id: BlockId) -> bool:
+        """Take a block in use out of the prefix cache; False while a cached block follows it.
+
+        Its holder may then give up the blocks before it. Its content stays, nobody new gets it.
+        """
+        block_hash = self._hashes[block_id]
+        if not self._refs[block_id] or block_hash is None:
+            raise ValueError(f"block {block_id} is not a cached block in use")
+        if self.cache.num_children(block_hash):
+            return False
+        self.cache.remove(block_hash)
+        self._hashes[block_id] = None
+        return True
 
     # -- inside ----------------------------------------------------------------------------
 

@@ -90,7 +90,15 @@ class SinkReleased:
     stats: TransferStats
 
 
-SourceEvent = SourceReleased
+@dataclass(frozen=True, slots=True)
+class SourceUnpinned:
+    """The sender no longer reads these blocks of `key`; sent before its SourceReleased."""
+
+    key: str
+    block_ids: tuple[BlockId, ...]
+
+
+SourceEvent = SourceReleased | SourceUnpinned
 SinkEvent = SinkReady | SinkReleased
 
 
@@ -111,6 +119,10 @@ class Source(Protocol):
 
     def prefill_finished(self, key: str, final: FinalInfo) -> None:
         """Announce first tokens and tail."""
+        ...
+
+    def unpin(self, key: str) -> None:
+        """Memory is short: give blocks back by SourceUnpinned once their reader has them."""
         ...
 
     def cancel(self, key: str, reason: str) -> None:

@@ -18,6 +18,7 @@ class SourceCounters:
     muted_frames: int = 0  # dropped unread: their peer has sent too many bad ones
     resends: int = 0  # blocks asked for again
     incompatible: int = 0
+    unpinned: int = 0  # blocks given back before their transfer's end
 
     def note_released(self, outcome: str) -> None:
         """Count one end of an offer."""

@@ -90,6 +90,9 @@ class Intake:
                 own = None if digests is None else digests[at]
                 wrong = self._writer.receive_converted(machine, conversion, index, recv, own)
             self._on_verdict(receive, index, wrong)
+            if wrong is None:
+                receive.pulled.append(index)
+        self._say_pulled(receive, False)
         if machine.credit_wanted():
             self._hungry[receive] = None
 

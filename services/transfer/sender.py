@@ -124,6 +124,13 @@ class DataReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpin:
+    """These blocks go back early: their owner has them, and nobody else can get them any more."""
+
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The blocks go back to the engine; sent once."""
 
@@ -140,6 +147,7 @@ SenderAction = (
     | SendAborted
     | SendClosed
     | DataReady
+    | Unpin
     | Release
 )
 
@@ -184,6 +192,9 @@ class SenderTransfer:
         self._peer_quiet = True
         self._peer_lost = False
         self._num_in_flight = 0
+        self._pulled: set[int] = set()  # full blocks the owner says it has verified
+        self._unpinned: set[int] = set()  # given back; nobody is told of them again
+        self._is_unpinning = False
         self._nacks: dict[int, int] = {}
         self._reset_stream(())
         self._granted = 0
@@ -216,7 +227,8 @@ class SenderTransfer:
         if self.owner is None:
             return []
         self.state = SenderState.DRAINING
-        return [SendFinal(self.owner, self.attempt), DataReady(self.owner)]
+        last: list[SenderAction] = [SendFinal(self.owner, self.attempt), DataReady(self.owner)]
+        return [*last, *self._unpin_some()]
 
     def cancel(self, reason: str, now: float, outcome: str = "aborted") -> list[SenderAction]:
         """Stop; Release follows when nothing reads the blocks."""
@@ -252,6 +264,8 @@ class SenderTransfer:
             return RejectCode.EXPIRED, self.closed_reason
         if len(args.have) != self.num_blocks:
             return RejectCode.LAYOUT, "have-bitmap does not fit the prompt"
+        if not all(args.have[index] for index in self._unpinned):
+            return RejectCode.EXPIRED, "blocks were given back after another worker had them"
         if self.owner is None:
             return None
         if args.attempt < self.attempt:
@@ -270,6 +284,7 @@ class SenderTransfer:
         self._peer_quiet = args.plane != "memfd"
         self._granted = 0
         self._nacks.clear()
+        self._pulled.clear()
         self.blocks_deduped = sum(args.have)
         self._reset_stream(i for i, had in enumerate(args.have) if had)
 
@@ -284,11 +299,33 @@ class SenderTransfer:
         self, peer: Peer, attempt: int, lo: int, hi: int, now: float
     ) -> list[SenderAction]:
         """Note a reader's progress."""
-        if self._is_owner(peer, attempt) and 0 <= lo < hi <= self.num_blocks + 1:
-            self._touch(now)
+        if not self._is_owner(peer, attempt) or not 0 <= lo < hi <= self.num_blocks + 1:
+            return []
+        self._touch(now)
+        if self.plane == "memfd":  # what is sent was counted then
             self.blocks_moved += hi - lo
             self.bytes_moved += (hi - lo) * self.frame_bytes
-        return []
+        self._pulled.update(range(lo, min(hi, len(self.block_ids))))
+        return self._unpin_some()
+
+    def unpin(self) -> list[SenderAction]:
+        """Give blocks back as soon as the owner has them, from now on."""
+        self._is_unpinning = True
+        return self._unpin_some()
+
+    def _unpin_some(self) -> list[SenderAction]:
+        """Give back what is safe: verified by the owner and in no message that ZMQ still reads.
+
+        A fenced reader may still look at such a block; its generation changes before its content.
+        """
+        is_read = self.state is not SenderState.DRAINING or self._num_in_flight > 0
+        if not self._is_unpinning or is_read:
+            return []
+        fresh = sorted(self._pulled - self._unpinned)
+        if not fresh:
+            return []
+        self._unpinned.update(fresh)
+        return [Unpin(tuple(self.block_ids[index] for index in fresh))]
 
     def on_nack(
         self, peer: Peer, attempt: int, indexes: Sequence[int], tail: bool, now: float
@@ -300,6 +337,8 @@ class SenderTransfer:
         if tail and self.final is not None and self._has_tail:
             wanted.append(self.num_blocks)
         self.num_nacks += 1
+        if not self._unpinned.isdisjoint(wanted):
+            return self._abort("aborted", "a block was refused that was given back", now, True)
         for index in wanted:
             self._nacks[index] = self._nacks.get(index, 0) + 1
             if self._nacks[index] > self._policy.max_nacks:
@@ -387,7 +426,7 @@ class SenderTransfer:
     def on_data_left(self, now: float) -> list[SenderAction]:
         """Note that one DATA message no longer reads the pool."""
         self._num_in_flight -= 1
-        return self._try_close(now)
+        return [*self._unpin_some(), *self._try_close(now)]
 
     @property
     def frame_bytes(self) -> int:
@@ -501,4 +540,5 @@ class SenderTransfer:
         assert self._num_in_flight >= 0
         assert self._released == (self.state is SenderState.CLOSED)
         assert len(self.block_ids) <= self.num_blocks
+        assert not self._unpinned or self.final is not None
         assert self._sent_bytes <= self._granted or self._sent_bytes == 0

@@ -21,7 +21,7 @@ from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
-from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased
+from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, SourceUnpinned
 from services.transfer.counters import SourceCounters
 from services.transfer.data_pump import DataPump
 from services.transfer.end_parts import EndParts, ListenAt
@@ -152,6 +152,10 @@ class TransferSource:
     def prefill_finished(self, key: str, final: FinalInfo) -> None:
         """Announce first tokens and tail."""
         self._inbox.put(lambda: self._finished(key, final))
+
+    def unpin(self, key: str) -> None:
+        """Memory is short: give blocks back by SourceUnpinned once their reader has them."""
+        self._inbox.put(lambda: self._unpin(key))
 
     def cancel(self, key: str, reason: str) -> None:
         """Abort; SourceReleased follows when nothing reads the blocks any more."""
@@ -306,6 +310,11 @@ class TransferSource:
             error=message,
         )
         self._apply(offered, offered.machine.cancel(message, self._clock.now()))
+
+    def _unpin(self, key: str) -> None:
+        offered = self._offers.by_key(key)
+        if offered is not None:
+            self._apply(offered, offered.machine.unpin())
 
     def _cancel(self, key: str, reason: str) -> None:
         offered = self._offers.by_key(key)
@@ -564,6 +573,9 @@ class TransferSource:
         for action in actions:
             if isinstance(action, sender.Release):
                 self._release(offered, action)
+            elif isinstance(action, sender.Unpin):
+                self.counters.unpinned += len(action.block_ids)
+                self._on_event(SourceUnpinned(offered.offer.key, action.block_ids))
             elif isinstance(action, sender.DataReady):
                 if machine.plane == "zmq":
                     self._pump.wants(action.peer.base, machine.xfer_id)

@@ -37,6 +37,7 @@ from services.engine.api import (
     Refused,
     RequestKey,
     TokensOut,
+    UnpinWanted,
     WorkKind,
 )
 from services.kv.hashing import HashScope, chain_hashes
@@ -49,6 +50,7 @@ from services.transfer.api import (
     SinkReady,
     Source,
     SourceEvent,
+    SourceUnpinned,
 )
 from services.worker import convert
 from services.worker.intake import Intake, WorkerIdentity, WorkItem
@@ -357,6 +359,7 @@ class WorkerShell:
         event: BlocksSealed
         | PrefillFinished
         | CancelSource
+        | UnpinWanted
         | ReceiveWanted
         | BlocksReserved
         | CancelReceive,
@@ -374,6 +377,8 @@ class WorkerShell:
                 self.engine.source_released(key)
             else:
                 self.source.cancel(key, event.reason)
+        elif isinstance(event, UnpinWanted):
+            self.source.unpin(key)
         elif isinstance(event, ReceiveWanted):
             self._open(event)
         elif isinstance(event, BlocksReserved):
@@ -414,8 +419,12 @@ class WorkerShell:
     # -- transfer threads ------------------------------------------------------------------
 
     def _on_source_event(self, event: SourceEvent) -> None:
+        key = RequestKey(event.key)
+        if isinstance(event, SourceUnpinned):
+            self.engine.source_unpinned(key, event.block_ids)
+            return
         self._tracer.source_released(event)
-        self.engine.source_released(RequestKey(event.key))
+        self.engine.source_released(key)
 
     def _on_sink_event(self, event: SinkEvent) -> None:
         key = RequestKey(event.key)

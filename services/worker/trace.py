@@ -19,7 +19,7 @@ from services.engine.api import (
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Tracing
-from services.transfer.api import SinkEvent, SinkReady, SourceEvent, TransferStats
+from services.transfer.api import SinkEvent, SinkReady, SourceReleased, TransferStats
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class WorkTracer:
             self._metrics.add(catalog.TRANSFER_BYTES, event.stats.size_bytes, plane=plane)
             self._metrics.observe(catalog.TRANSFER_TIME, event.stats.pull_us / 1e6, plane=plane)
 
-    def source_released(self, event: SourceEvent) -> None:
+    def source_released(self, event: SourceReleased) -> None:
         """The sender let go of a request's blocks."""
         self._transfer("send", event.stats, event.outcome)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from services.common.ids import BlockId
 from services.common.sampling import SamplingParams
 from services.engine.api import (
     BlocksReserved,
@@ -24,6 +25,7 @@ from services.engine.api import (
     Refused,
     RequestKey,
     TokensOut,
+    UnpinWanted,
     WorkKind,
 )
 from services.engine.config import EngineConfig
@@ -140,6 +142,7 @@ class EngineRig:
         self.now = 1000.0
         self.outputs: dict[str, Output] = {}
         self.reserved: dict[str, BlocksReserved] = {}
+        self.unpinned: dict[str, set[BlockId]] = {}  # given back before `release`
         self.lent: set[str] = set()  # keys whose KV the sender still holds
         self.opened: dict[str, ReceiveWanted] = {}  # keys whose receive has not ended
         self.on_step: Callable[[StepPlan], None] | None = None
@@ -187,6 +190,16 @@ class EngineRig:
     def migrate(self, key: str) -> None:
         """Offer a running work item's KV to another worker."""
         self.scheduler.migrate(RequestKey(key), self.now)
+        self.collect()
+
+    def lent_blocks(self, key: str) -> tuple[BlockId, ...]:
+        """Full blocks lent to the sender, in token order."""
+        return tuple(b for e in self.outputs[key].of(BlocksSealed) for b in e.block_ids)
+
+    def unpin(self, key: str, block_ids: tuple[BlockId, ...]) -> None:
+        """The sender no longer reads these blocks."""
+        self.scheduler.source_unpinned(RequestKey(key), block_ids)
+        self.unpinned.setdefault(key, set()).update(block_ids)
         self.collect()
 
     def release(self, key: str) -> None:
@@ -264,7 +277,7 @@ class EngineRig:
             self.reserved[event.key] = event
         elif isinstance(event, CancelReceive):
             assert event.key in self.opened
-        elif isinstance(event, CancelSource):
+        elif isinstance(event, (CancelSource, UnpinWanted)):
             assert event.key in self.lent
 
     def assert_at_rest(self) -> None:

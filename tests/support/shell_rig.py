@@ -44,6 +44,7 @@ class RecordingEngine:
         self.cancelled: list[RequestKey] = []
         self.released: list[RequestKey] = []
         self.migrated: list[RequestKey] = []
+        self.unpinned: list[tuple[RequestKey, tuple[BlockId, ...]]] = []
         self.received_keys: list[RequestKey] = []
         self.failed: list[tuple[RequestKey, str, bool]] = []
         self.load_value = EngineLoad(blocks_total=8, blocks_free=8)
@@ -70,6 +71,9 @@ class RecordingEngine:
 
     def source_released(self, key: RequestKey) -> None:
         self.released.append(key)
+
+    def source_unpinned(self, key: RequestKey, block_ids: Sequence[BlockId]) -> None:
+        self.unpinned.append((key, tuple(block_ids)))
 
     def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:
         self.received_keys.append(key)
@@ -100,6 +104,7 @@ class RecordingSource:
         self.offers: list[Offer] = []
         self.sealed: list[tuple[str, int]] = []
         self.finished: list[str] = []
+        self.unpinned: list[str] = []
         self.cancelled: list[str] = []
         self.refuses = False
         self.emit: Callable[[SourceEvent], None]
@@ -118,6 +123,9 @@ class RecordingSource:
 
     def prefill_finished(self, key: str, final: FinalInfo) -> None:
         self.finished.append(key)
+
+    def unpin(self, key: str) -> None:
+        self.unpinned.append(key)
 
     def cancel(self, key: str, reason: str) -> None:
         self.cancelled.append(key)

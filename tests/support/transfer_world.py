@@ -63,6 +63,14 @@ class Decode:
         return Peer(base, base + bytes([self.route]))
 
 
+@dataclass(frozen=True)
+class Pulled:
+    """The message the shells send: these blocks are verified."""
+
+    lo: int
+    hi: int
+
+
 @dataclass(eq=False)
 class Packet:
     """A message under way; DATA holds the sender's blocks until it has left."""
@@ -93,6 +101,7 @@ class World:
         self.decodes: dict[str, Decode] = {}
         self.packets: list[Packet] = []
         self.bit_flips = 0
+        self.unpinned: set[int] = set()
 
     # ---- what tests do ------------------------------------------------------------------------
 
@@ -151,6 +160,11 @@ class World:
         tail_digest = self.content[self.num_blocks]
         final = FinalBlocks(info, self.gens[self.num_blocks], tail_digest)
         self.do_sender(self.sender.on_prefill_finished(final))
+
+    def unpin(self) -> None:
+        """Memory is short at the prefill side."""
+        if not self.is_sender_crashed:
+            self.do_sender(self.sender.unpin())
 
     def cancel_source(self) -> None:
         """Cancel at the prefill side."""
@@ -300,6 +314,12 @@ class World:
             is_good = is_good and decode.dest[pull.dest] == announced
             actions = decode.machine.on_block(pull.index, is_good, self.now, "generation")
             self.do_receiver(decode, actions)
+            self._say_pulled(decode, pull.index, is_good)
+
+    def _say_pulled(self, decode: Decode, index: int, is_good: bool) -> None:
+        if is_good and decode.machine.state is rx.ReceiverState.PULLING:
+            body = (decode.name, Pulled(index, index + 1))
+            self.packets.append(Packet("sender", decode.route, body, decode.attempt))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -325,6 +345,8 @@ class World:
             actions = machine.on_nack(peer, attempt, action.indexes, action.tail, self.now)
         elif isinstance(action, rx.SendDone):
             actions = machine.on_done(peer, attempt, action.size_bytes, self.now)
+        elif isinstance(action, Pulled):
+            actions = machine.on_pulled(peer, attempt, action.lo, action.hi, self.now)
         elif isinstance(action, rx.SendAbort):
             actions = machine.on_abort(peer, attempt, action.reason, self.now)
         else:
@@ -362,11 +384,14 @@ class World:
             decode.dest[dest] = content
             is_good = content == int(machine.digests_of(index)[0])
             self.do_receiver(decode, machine.on_block(index, is_good, self.now, "digest"))
+            self._say_pulled(decode, index, is_good)
 
     def do_sender(self, actions: list[tx.SenderAction]) -> None:
         """Carry out what the sender decided."""
         for action in actions:
-            if isinstance(action, tx.Release):
+            if isinstance(action, tx.Unpin):
+                self._unpin(action)
+            elif isinstance(action, tx.Release):
                 self.releases.append(action)
                 held = [b for p in self.packets for b in p.blocks]
                 assert not held, "released while DATA still reads the blocks"
@@ -377,6 +402,18 @@ class World:
                 name = action.peer.base.split(b"\0")[0].decode()
                 body = self._sender_body(action)
                 self.packets.append(Packet(name, action.peer.route[-1], body, action.attempt))
+
+    def _unpin(self, action: tx.Unpin) -> None:
+        assert not self.releases, "given back twice"
+        assert self.is_finished, "prefill still reads its blocks"
+        held = {b for p in self.packets for b in p.blocks}
+        for block in action.block_ids:
+            assert block not in held, "given back while DATA still reads it"
+            assert block not in self.unpinned, "given back twice"
+            assert block < self.num_blocks, "the tail is never given back early"
+            self.unpinned.add(block)
+            self.gens[block] += 1
+            self.content[block] = 7  # a canary: another request's KV
 
     def _sender_body(self, action: Any) -> tuple[str, Any]:
         if isinstance(action, tx.SendReady):

@@ -137,6 +137,22 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.rig.release(key)
 
+    @precondition(lambda self: self.rig.lent)
+    @rule(data=st.data(), mid_step=st.booleans(), in_order=st.booleans())
+    def unpin(self, data: st.DataObject, mid_step: bool, in_order: bool) -> None:
+        """I5: only what the sender gave back; the rest stays lent with its content."""
+        key = data.draw(st.sampled_from(sorted(self.rig.lent)))
+        given = self.rig.unpinned.get(key, set())
+        left = [b for b in self.rig.lent_blocks(key) if b not in given]
+        if not self.rig.outputs[key].of(PrefillFinished) or not left:
+            return  # prefill still reads them
+        count = data.draw(st.integers(1, len(left)))
+        some = left[:count] if in_order else data.draw(st.permutations(left))[:count]
+        if mid_step:
+            self.rig.step(between=lambda: self.rig.unpin(key, tuple(some)))
+        else:
+            self.rig.unpin(key, tuple(some))
+
     @precondition(lambda self: self.rig.reserved)
     @rule(data=st.data())
     def receive(self, data: st.DataObject) -> None:
@@ -160,6 +176,13 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def pool_and_requests_agree(self) -> None:
         self.rig.scheduler.check_integrity()
+
+    @invariant()
+    def lent_blocks_stay_as_they_were(self) -> None:
+        for key in self.rig.lent:
+            given = self.rig.unpinned.get(key, set())
+            for block_id in self.rig.lent_blocks(key):
+                assert block_id in given or self.rig.pool.num_refs(block_id) > 0
 
     @invariant()
     def tokens_are_right_so_far(self) -> None:

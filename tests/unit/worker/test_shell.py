@@ -19,6 +19,7 @@ from services.engine.api import (
     ReceiveWanted,
     Refused,
     TokensOut,
+    UnpinWanted,
     WorkKind,
 )
 from services.pb import worker_pb2
@@ -29,6 +30,7 @@ from services.transfer.api import (
     SinkReady,
     SinkReleased,
     SourceReleased,
+    SourceUnpinned,
     TransferStats,
 )
 from services.worker.outputs import add_outputs
@@ -168,6 +170,10 @@ async def test_prefill_item_is_offered_streamed_and_released(rig: ShellRig) -> N
     assert rig.sent == [TicketOut(key, b"ticket")]
     assert rig.source.sealed == [(key, 0)]
     assert rig.source.finished == [key]
+    await rig.emit(UnpinWanted(key))
+    assert rig.source.unpinned == [key]
+    rig.source.emit(SourceUnpinned(key, (BlockId(4),)))
+    assert (rig.engine.unpinned, rig.engine.released) == ([(key, (4,))], [])
     rig.source.emit(SourceReleased(key, "done", "", STATS))
     assert rig.engine.released == [key]
 
