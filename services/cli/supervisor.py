@@ -90,9 +90,9 @@ class Supervisor:
                     self._view.stopping(self._drain_s)
                 self._stop_all()
                 self._set_state("stopped" if status == exits.OK else "failed")
-                self._view.refresh(self._clock.now(), self._units, self._store)
                 if self._signals.count:
                     self._view.stopped()
+                self._view.refresh(self._clock.now(), self._units, self._store)
             return status
 
     def _serve(self, start_timeout_s: float) -> int:

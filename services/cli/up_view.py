@@ -141,6 +141,8 @@ class LiveView:
         trace: TracebackType | None,
     ) -> None:
         self._live.stop()
+        if self._title == STOPPED:
+            self._console.print(STOPPED, highlight=False)
         self._figures.close()
 
     def starting(self, units: Sequence[Unit]) -> None:
@@ -164,7 +166,7 @@ class LiveView:
             self._console.print(line, style="red", highlight=False, markup=False)
 
     def refresh(self, now: float, units: Sequence[Unit], store: StoreUnit) -> None:
-        """Redraw once a second, and when something changed."""
+        """Redraw once a second, and at the end."""
         if now >= self._next_at or all(unit.state.state == STOPPED for unit in units):
             self._next_at = now + _REFRESH_S
             self._figures.poll(units)
@@ -177,8 +179,9 @@ class LiveView:
         self._next_at = 0.0
 
     def stopped(self) -> None:
-        """Say that nothing is left."""
-        self._console.print(STOPPED)
+        """Say that nothing is left, at the next redraw and below the table."""
+        self._title = STOPPED
+        self._next_at = 0.0
 
 
 class WorkerFigures:
@@ -275,9 +278,7 @@ def starting_line(units: Sequence[Unit]) -> str:
 
 def stopping_line(drain_s: float) -> str:
     """What the end waits for, and how not to wait."""
-    return (
-        f"stopping; waiting up to {drain_s:g} s for running requests (Ctrl-C again: end them now)"
-    )
+    return f"stopping; waiting up to {drain_s:g} s for running requests; Ctrl-C: at once"
 
 
 def describe_change(unit: Unit) -> str:

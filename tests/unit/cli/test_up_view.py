@@ -61,7 +61,7 @@ def test_plain_lines_say_what_starts_what_the_end_waits_for_and_that_it_came(
     view.stopped()
     assert out.getvalue().splitlines() == [
         "starting 1 prefill, 2 decode, 1 router ...",
-        "stopping; waiting up to 10 s for running requests (Ctrl-C again: end them now)",
+        "stopping; waiting up to 10 s for running requests; Ctrl-C: at once",
         "stopped",
     ]
 
