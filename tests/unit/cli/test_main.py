@@ -99,6 +99,16 @@ def test_damaged_keys_file_fails_the_check(
     assert f"auth.keys_file: {file}: keys file: " in capsys.readouterr().err
 
 
+def test_version_is_a_command_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == exits.OK
+    line = capsys.readouterr().out
+    assert line.startswith("isthmus ")
+    assert run(["--version"]) == exits.OK
+    assert capsys.readouterr().out == line
+    assert run(["--help"]) == exits.OK
+    assert "separate prefill and decode pools" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
