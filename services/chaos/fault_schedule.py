@@ -14,11 +14,13 @@ _KINDS = (
     ("cut", 3.0, 0.0, 0.0),  # every connection of a KV port, once
     ("silence", 2.0, 0.1, 3.0),  # connections stay, nothing comes through
     ("delay", 2.0, 0.3, 1.0),
+    ("duplicate", 2.0, 0.3, 1.5),
     ("flip", 3.0, 0.3, 1.5),  # random bits, control and data
 )
-LINK_KINDS = frozenset({"cut", "silence", "delay", "flip"})
+LINK_KINDS = frozenset({"cut", "silence", "delay", "duplicate", "flip"})
 DELAY_S = 0.03
 FLIP_EVERY_BYTES = 96 << 10
+DUPLICATE_SHARE = 0.3
 
 _PER_BLOCK = frozenset({"mid_pull", "mid_data", "after_ready"})
 _ARMED_SHARE = 0.8  # of lives; the others end by an outer fault or not at all

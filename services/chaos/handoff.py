@@ -18,6 +18,7 @@ from services.bench.result import Bar, BenchResult
 from services.chaos.client import call
 from services.chaos.fault_schedule import (
     DELAY_S,
+    DUPLICATE_SHARE,
     FLIP_EVERY_BYTES,
     LINK_KINDS,
     FaultSchedule,
@@ -218,6 +219,8 @@ class _Attack:
             faults.is_silent = True
         elif fault.kind == "delay":
             faults.delay_s = DELAY_S
+        elif fault.kind == "duplicate":
+            faults.duplicate_share = DUPLICATE_SHARE
         else:
             faults.flip_every_bytes = FLIP_EVERY_BYTES
         self._later(fault.hold_s, lambda: _heal(worker))
@@ -318,7 +321,8 @@ class _Attack:
 
 def _heal(worker: RigWorker) -> None:
     faults = worker.proxy.faults
-    faults.is_silent, faults.delay_s, faults.flip_every_bytes = False, 0.0, 0
+    faults.is_silent, faults.delay_s = False, 0.0
+    faults.flip_every_bytes, faults.duplicate_share = 0, 0.0
 
 
 async def _until_live(rig: Rig) -> None:

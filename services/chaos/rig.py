@@ -69,7 +69,7 @@ class RigWorker:
         self.point = ""  # armed in the current life, until it has fired
         self._plan = plan
         kv_port = free_port(HOST)
-        self.proxy = TcpProxy((HOST, kv_port), seed=kv_port)
+        self.proxy = TcpProxy((HOST, kv_port), seed=kv_port, splits_messages=True)
         runtime_dir = rig_dir / name
         runtime_dir.mkdir(mode=0o700)
         self._environ = {

@@ -9,6 +9,8 @@ import socket
 import threading
 from dataclasses import dataclass
 
+from services.chaos.zmtp import MessageSplitter, Unit
+
 _CHUNK_BYTES = 16 * 1024
 _CONNECT_TIMEOUT_S = 1.0
 _SILENT_POLL_S = 0.01
@@ -28,20 +30,29 @@ class Faults:
     flip_after_bytes: int = 0  # the first bytes of a connection stay whole
     cut_after_bytes: int = 0  # of all connections together; once
     is_silent: bool = False  # both ways, connections stay open
+    duplicate_share: float = 0.0  # of ZMTP messages, both ways; of proxies that split them
     num_flips: int = 0
     num_cuts: int = 0
+    num_duplicates: int = 0
 
 
 class TcpProxy:
     """Listens on a port of its own and forwards to `target`; a thread with an event loop."""
 
     def __init__(
-        self, target: tuple[str, int], faults: Faults | None = None, seed: int = 1, port: int = 0
+        self,
+        target: tuple[str, int],
+        faults: Faults | None = None,
+        seed: int = 1,
+        *,
+        splits_messages: bool = False,
     ) -> None:
+        """Listen; with `splits_messages` plaintext ZMTP passes message by message."""
+        self._splits_messages = splits_messages
         self.target = target
         self.faults = faults or Faults()
         self._rng = random.Random(seed)
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -115,12 +126,15 @@ class TcpProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
     ) -> None:
         num_bytes = 0
+        splitter = MessageSplitter() if self._splits_messages else None
         while True:
             await self._until_it_speaks()
             chunk = bytearray(await reader.read(_CHUNK_BYTES))
             if not chunk:
                 return
             await self._until_it_speaks()  # silence may have begun while we waited for bytes
+            if splitter is not None:
+                chunk = self._repeat_some(splitter.feed(bytes(chunk)))
             num_bytes += len(chunk)
             await self._wait(len(chunk), is_answer=is_answer)
             if is_answer:
@@ -144,9 +158,18 @@ class TcpProxy:
         if wait_s:
             await asyncio.sleep(wait_s)
 
+    def _repeat_some(self, units: list[Unit]) -> bytearray:
+        passed = bytearray()
+        for unit in units:
+            passed += unit.data
+            if unit.is_message and self._rng.random() < self.faults.duplicate_share:
+                passed += unit.data
+                self.faults.num_duplicates += 1
+        return passed
+
     def _spoil(self, chunk: bytearray, num_bytes: int) -> None:
         faults = self.faults
-        if not faults.flip_every_bytes or num_bytes < faults.flip_after_bytes:
+        if not chunk or not faults.flip_every_bytes or num_bytes < faults.flip_after_bytes:
             return
         if self._rng.random() < len(chunk) / faults.flip_every_bytes:
             chunk[self._rng.randrange(len(chunk))] ^= 1 << self._rng.randrange(8)

@@ -43,10 +43,17 @@ BRISK_ZMQ = with_planes(BRISK, "zmq")
 class Bad:
     """A prefill and a decode end with a proxy in between."""
 
-    def __init__(self, tmp_path: Path, config: TransferConfig, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        config: TransferConfig,
+        num_blocks: int = 64,
+        *,
+        splits_messages: bool = False,
+    ) -> None:
         self.faults = Faults()
         # The proxy's port must be in the tickets before the source has one of its own.
-        self.proxy = TcpProxy(("127.0.0.1", 0), self.faults)
+        self.proxy = TcpProxy(("127.0.0.1", 0), self.faults, splits_messages=splits_messages)
         self.prefill = make_prefill(
             tmp_path, config, num_blocks, advertise=f"127.0.0.1:{self.proxy.port}"
         )
@@ -143,6 +150,23 @@ def test_flipped_bits_never_reach_a_request(tmp_path: Path) -> None:
         assert bad.faults.num_flips > 5
         assert bad.decode.sink.counters.integrity_errors > 0
         assert outcomes.count("ready") >= 5
+    finally:
+        bad.stop()
+
+
+def test_repeated_messages_change_nothing(tmp_path: Path) -> None:
+    """Every second message comes twice, both ways: each answer and block counts once."""
+    bad = Bad(tmp_path, BRISK_ZMQ, num_blocks=256, splits_messages=True)
+    try:
+        bad.faults.duplicate_share = 0.5
+        for i in range(8):
+            key = f"k{i}"
+            ticket, offer = bad.prefill.offer_all(key, 16 * 10 + i)
+            blocks = bad.decode.receive(key, ticket, offer)
+            assert outcome(bad.decode.events.wait(key)) == "ready"
+            assert same_content(bad.prefill, key, bad.decode, blocks, i)
+            assert bad.prefill.events.wait(key).outcome == "done"
+        assert bad.faults.num_duplicates > 20
     finally:
         bad.stop()
 
