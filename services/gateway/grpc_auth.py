@@ -9,13 +9,15 @@ import grpc
 from services.common.errors import IsthmusError
 from services.gateway.auth import GRPC_POLICY, Authenticator, is_open
 from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
+from services.gateway.hooks import GatewayHooks, RequestRecord
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through if its method is open or its key is known."""
+    """Lets a call through if its method is open or its key is known; records the others."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, hooks: GatewayHooks) -> None:
         self._authenticator = authenticator
+        self._hooks = hooks
 
     async def intercept_service(
         self,
@@ -28,8 +30,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._authenticator.authenticate(headers)
             except IsthmusError as error:
+                self._record(handler_call_details.method, error)
                 return _refusal(error)
         return await continuation(handler_call_details)
+
+    def _record(self, method: str, error: IsthmusError) -> None:
+        # No handler will: it is never reached. Names nobody serves stay out of the labels.
+        route = method.rpartition("/")[2] if method in GRPC_POLICY else "unknown"
+        self._hooks.request_finished(
+            RequestRecord(door="grpc", route=route, code=error.spec.code, duration_s=0.0)
+        )
 
 
 def _refusal(error: IsthmusError) -> AnyHandler:

@@ -83,6 +83,7 @@ class GatewayServer:
             raise ConfigError("the tokenizer and the manifest are of different models")
         clock = clock or SystemClock()
         hooks = hooks or NoHooks()
+        self._hooks: GatewayHooks = hooks
         self._config = config
         self._extra_services = tuple(extra_services)
         self._pool = TextPool(config.text_threads, config.max_text_jobs)
@@ -147,7 +148,7 @@ class GatewayServer:
     async def _start_grpc(self, address: str) -> int:
         check_policy(GRPC_POLICY, self.grpc_methods)
         server = grpc.aio.server(
-            interceptors=(AuthInterceptor(self.authenticator), DecodeInterceptor()),
+            interceptors=(AuthInterceptor(self.authenticator, self._hooks), DecodeInterceptor()),
             options=self._grpc_options(),
         )
         self._grpc = server

@@ -180,6 +180,22 @@ async def test_every_rpc_but_health_needs_a_key(text_model: TextModel, keys_file
             assert await status_of(doors, method, key) is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_calls_without_a_key_are_recorded_at_both_doors(
+    text_model: TextModel, keys_file: Path
+) -> None:
+    create_key(keys_file, "acme", "", 0)
+    async with open_doors(text_model, locked(keys_file)) as doors:
+        for method in ("/isthmus.v1.Inference/Generate", "/made.up/Name"):
+            assert await status_of(doors, method, None) is grpc.StatusCode.UNAUTHENTICATED
+        await doors.http.post("/v1/completions", json={})
+        records = [(record.door, record.route, record.code) for record in doors.hooks.records]
+    assert records == [
+        ("grpc", "Generate", "unauthenticated"),
+        ("grpc", "unknown", "unauthenticated"),
+        ("http", "unknown", "unauthenticated"),
+    ]
+
+
 async def test_route_without_a_policy_keeps_the_server_from_starting(
     text_model: TextModel,
 ) -> None:

@@ -284,6 +284,19 @@ async def test_error_after_the_headers_is_an_event_and_no_end(text_model: TextMo
         assert doors.hooks.records[-1].code == "worker_lost"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_record_of_a_request_has_where_it_ran_and_the_clients_own_id(
+    text_model: TextModel, stream: bool
+) -> None:
+    async with open_doors(text_model) as doors:
+        body = {"messages": CHAT, "stream": stream}
+        await doors.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine 1"})
+        record = doors.hooks.records[-1]
+    assert record.client_request_id == "mine_1"
+    assert record.end is not None
+    assert (record.end.timing.mode, record.end.timing.decode_worker) == ("REMOTE", "decode-0")
+
+
 async def test_timing_is_given_on_request_only(text_model: TextModel) -> None:
     async with open_doors(text_model) as doors:
         body = {"messages": CHAT}
