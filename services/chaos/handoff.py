@@ -53,7 +53,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "drain_s": 0.5,
     },
 }
-_LIVE_TIMEOUT_S = 60.0
+_LIVE_TIMEOUT_S = 180.0  # real models on a busy machine take their time
 _REVIVE_POLL_S = 0.01
 _FREE_POLL_S = 0.002
 

@@ -117,10 +117,36 @@ class Findings:
     codes: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # of what was wrong, a few
 
+    def judge(self, body: Body, expected: Answer, heard: Heard, *, was_cancelled: bool) -> None:
+        """Take one call to its end: all tokens right, or those before the end, and in time."""
+        self.slowest_s = max(self.slowest_s, heard.took_s)
+        is_answered = not was_cancelled and not heard.code
+        if not _is_right(expected, heard.token_ids, is_whole=is_answered):
+            self.num_wrong += 1
+            self.note(f"{_name(body)}: wrong tokens")
+        # A router that keeps deadlines ends every call itself, with a code, and in time.
+        if heard.took_s > body.timeout_ms / 1000 + GRACE_S / 2:
+            self.num_hung += 1
+            self.note(f"{_name(body)}: {heard.took_s:.1f} s, {heard.code or 'answered'}")
+        self.num_answered += is_answered
+        self.num_cancelled += was_cancelled
+        if heard.code:
+            self.codes[heard.code] += 1
+
     def note(self, what: str) -> None:
         """Keep an example."""
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(what)
+
+
+def _is_right(expected: Answer, heard: Answer, *, is_whole: bool) -> bool:
+    if is_whole:
+        return heard == expected
+    return all(ids == expected.get(choice, [])[: len(ids)] for choice, ids in heard.items())
+
+
+def _name(body: Body) -> str:
+    return f"prompt of {len(body.token_ids) // 4}, {body.max_tokens} x {body.n} tokens"
 
 
 class KnownLoad:
@@ -185,29 +211,7 @@ class KnownLoad:
                 raise
         except StreamBroken as error:
             findings.num_broken += 1
-            findings.note(f"body {index}: {error}")
-        findings.slowest_s = max(findings.slowest_s, heard.took_s)
-        self._judge(index, heard, was_cancelled=was_cancelled)
+            findings.note(f"{_name(body)}: {error}")
+        findings.judge(body, self._answers[index], heard, was_cancelled=was_cancelled)
         if heard.code:
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)  # a refused client does not hammer
-
-    def _judge(self, index: int, heard: Heard, *, was_cancelled: bool) -> None:
-        findings, expected = self.findings, self._answers[index]
-        if not was_cancelled and not heard.code:
-            is_right = heard.token_ids == expected
-            findings.num_answered += 1
-        else:  # what came before the end must be right all the same
-            is_right = all(
-                ids == expected.get(choice, [])[: len(ids)]
-                for choice, ids in heard.token_ids.items()
-            )
-            findings.num_cancelled += was_cancelled
-        if not is_right:
-            findings.num_wrong += 1
-            findings.note(f"body {index}: wrong tokens")
-        if heard.code:
-            findings.codes[heard.code] += 1
-        # A router that keeps deadlines ends every call itself, with its own code.
-        if heard.took_s > self._bodies[index].timeout_ms / 1000 + GRACE_S / 2:
-            findings.num_hung += 1
-            findings.note(f"body {index}: {heard.took_s:.1f} s, {heard.code or 'answered'}")
