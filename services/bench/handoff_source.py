@@ -239,11 +239,11 @@ class _Prefill:
 
     def _announce(self, key: str) -> None:
         num_blocks = self._num_blocks.pop(key)
-        self._source.blocks_sealed(key, 0, self._block_ids[:num_blocks])
         num_tokens = num_blocks * LAYOUT.block_size
-        self._source.prefill_finished(
-            key, FinalInfo((FirstTokenInfo(0, 1),), num_tokens, None, 0, 0)
-        )
+        final = FinalInfo((FirstTokenInfo(0, 1),), num_tokens, None, 0, 0)
+        with self._source.batch():  # as the engine's last step of a prefill does
+            self._source.blocks_sealed(key, 0, self._block_ids[:num_blocks])
+            self._source.prefill_finished(key, final)
 
     def _write_blocks(self, seed: int) -> None:
         memory, rng = self._memory, np.random.default_rng(seed)

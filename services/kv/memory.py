@@ -101,9 +101,7 @@ class KvPoolMemory:
         elif kind == "anonymous":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mapping = mmap.mmap(-1, plan.size, flags=flags)
-            # Advice only: without transparent huge pages everything works, a little slower.
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+            _advise_huge_pages(mapping)
             memory = cls(layout, num_blocks, mapping, None)
             _write_header(mapping, layout, num_blocks, plan)
         else:
@@ -118,6 +116,7 @@ class KvPoolMemory:
             # Mapped before the seal: FUTURE_WRITE forbids every later writable mapping and
             # write, by us and by peers, but leaves this one.
             mapping = mmap.mmap(fd, plan.size, flags=mmap.MAP_SHARED)
+            _advise_huge_pages(mapping)
             _write_header(mapping, layout, num_blocks, plan)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             return cls(layout, num_blocks, mapping, fd)
@@ -140,6 +139,7 @@ class KvPoolMemory:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError("the peer's pool is not sealed against resizing and writing")
         mapping = mmap.mmap(fd, plan.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        _advise_huge_pages(mapping)
         if mapping[: _HEADER.size] != _header(layout, num_blocks, plan):
             raise ValueError("the peer's pool does not have the geometry its layout says")
         return cls(layout, num_blocks, mapping, None)
@@ -159,6 +159,12 @@ class KvPoolMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
+    # Advice only: without transparent huge pages everything works, a little slower.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _header(layout: KvLayout, num_blocks: int, plan: _Plan) -> bytes:

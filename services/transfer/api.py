@@ -7,6 +7,7 @@ are delivered on the transfer thread. A key is the worker's name of the request 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,6 +112,10 @@ class Source(Protocol):
 
     def offer(self, offer: Offer) -> bytes:
         """Open a transfer and return its signed ticket."""
+        ...
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Take what is announced inside together: one wake-up at the end instead of one each."""
         ...
 
     def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:

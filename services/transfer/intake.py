@@ -10,6 +10,7 @@ from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.block_writer import BlockWriter
+from services.transfer.config import MIB
 from services.transfer.counters import SinkCounters
 from services.transfer.credit import CreditRound
 from services.transfer.end_parts import EndParts
@@ -22,9 +23,11 @@ from services.transfer.wire import Message, MessageType
 
 log = get_logger(__name__)
 
-_PULL_SLICE_S = 0.002  # then commands and messages are looked at
-_PULLS_A_STEP = 16  # 5 MiB: what a cancel waits for
+_PULL_SLICE_S = 0.004  # then commands and messages are looked at
+_STEP_BYTES = 8 * MIB  # copied between two looks at the time
+_STEP_BLOCKS = 64  # and not more of them, however small
 _PULLED_A_MESSAGE = 64
+_PULLED_AFTER_S = 0.01  # by then DONE has said it of most handoffs
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
 
@@ -50,6 +53,8 @@ class Intake:
         self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling)
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
+        self._pulls_a_step = min(_STEP_BLOCKS, max(1, _STEP_BYTES // parts.layout.block_bytes))
+        self._unsaid: OrderedDict[Receive, float] = OrderedDict()  # when to send PULLED
 
     @property
     def has_pulls(self) -> bool:
@@ -67,6 +72,7 @@ class Intake:
         """Forget the work of a receive that has ended."""
         self._hungry.pop(receive, None)
         self._pulling.pop(receive, None)
+        self._unsaid.pop(receive, None)
 
     def on_data(self, link: PeerLink, receive: Receive, message: Message) -> None:
         """Take the blocks of a DATA message off the socket."""
@@ -92,7 +98,8 @@ class Intake:
             self._on_verdict(receive, index, wrong)
             if wrong is None:
                 receive.pulled.append(index)
-        self._say_pulled(receive, False)
+        if receive.pulled and machine.state is ReceiverState.PULLING:
+            self._unsaid.setdefault(receive, self._clock.now() + _PULLED_AFTER_S)
         if machine.credit_wanted():
             self._hungry[receive] = None
 
@@ -110,12 +117,25 @@ class Intake:
         while self._pulling:
             receive, _ = self._pulling.popitem(last=False)
             self._pull_step(receive)
-            has_more = receive.machine.has_pulls()
-            self._say_pulled(receive, has_more)
-            if has_more:
+            if receive.machine.has_pulls():
                 self._pulling[receive] = None  # to the back
             if self._clock.now() >= end:
                 return
+
+    def next_due(self) -> float | None:
+        """When `say_pulled` wants to be called next."""
+        return next(iter(self._unsaid.values()), None)
+
+    def say_pulled(self) -> None:
+        """Send PULLED for what was copied a while ago: every message wakes the peer."""
+        now = self._clock.now()
+        for receive, due in list(self._unsaid.items()):
+            if now < due and len(receive.pulled) < _PULLED_A_MESSAGE:
+                continue
+            del self._unsaid[receive]
+            for lo, hi in _ranges(receive.pulled):
+                receive.send(MessageType.PULLED, pb.Pulled(lo=lo, hi=hi).SerializeToString())
+            receive.pulled.clear()
 
     def grant_credit(self) -> None:
         """Let peers send what fits into the windows."""
@@ -142,7 +162,7 @@ class Intake:
         pool, machine = receive.pool, receive.machine
         if pool is None:
             return
-        pulls = machine.take_pulls(_PULLS_A_STEP)
+        pulls = machine.take_pulls(self._pulls_a_step)
         if receive.conversion is None:
             verdicts = self._writer.pull(machine, pool, pulls)
         else:
@@ -150,22 +170,13 @@ class Intake:
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)
+        now = self._clock.now()
         receive.pulled.extend(good)
-        self._apply(receive, machine.on_good_blocks(good, self._clock.now()))
+        self._unsaid.setdefault(receive, now + _PULLED_AFTER_S)
+        self._apply(receive, machine.on_good_blocks(good, now))
         for pull, wrong in zip(pulls, verdicts, strict=True):
             if wrong is not None:
                 self._on_wrong(receive, pull.index, wrong)
-
-    def _say_pulled(self, receive: Receive, has_more: bool) -> None:
-        """Send PULLED, not for every step: each one wakes the peer; DONE says it of the last."""
-        pulled = receive.pulled
-        if not pulled or (has_more and len(pulled) < _PULLED_A_MESSAGE):
-            return
-        if receive.machine.state is ReceiverState.PULLING:
-            for lo, hi in _ranges(pulled):
-                body = pb.Pulled(lo=lo, hi=hi).SerializeToString()
-                receive.send(MessageType.PULLED, body)
-        pulled.clear()
 
     def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive

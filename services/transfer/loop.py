@@ -7,7 +7,7 @@ import heapq
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 Command = Callable[[], None]
 
@@ -24,6 +24,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
+        self._num_holding = 0
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while there are commands."""
@@ -35,8 +36,22 @@ class Inbox:
             if self._is_closed:
                 return False
             self._commands.append(command)
-            os.eventfd_write(self._fd, 1)
+            if self._num_holding == 0:
+                os.eventfd_write(self._fd, 1)
             return True
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Wake the thread once for all commands put inside, at the end; keep it short."""
+        with self._lock:
+            self._num_holding += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holding -= 1
+                if self._commands and not self._is_closed:
+                    os.eventfd_write(self._fd, 1)
 
     def wake(self) -> None:
         """Wake the thread without a command."""

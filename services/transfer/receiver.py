@@ -291,6 +291,10 @@ class ReceiverTransfer:
             return self._fail("handoff_failed", "READY names blocks the prompt has not", True)
         if self.first_ready_at is None:
             self.first_ready_at = now
+        if all(slot is Slot.UNKNOWN for slot in self._slots[ready.lo : ready.hi]):
+            self._announce_new(ready)
+            self._progress_at = now
+            return [WorkReady(), *self._try_finish(now)]
         num_known = self._pending
         news = zip(ready.gens.tolist(), ready.source_blocks.tolist(), ready.digests, strict=True)
         for index, (gen, source_block, digests) in enumerate(news, start=ready.lo):
@@ -556,6 +560,17 @@ class ReceiverTransfer:
             self._slots[index] = Slot.ANNOUNCED
             self._pending += 1
         self._queue_pull(index)
+
+    def _announce_new(self, ready: ReadyArgs) -> None:
+        """Note blocks announced for the first time, many at once."""
+        part, count = slice(ready.lo, ready.hi), ready.hi - ready.lo
+        self._gens[part] = ready.gens.tolist()
+        self._sources[part] = ready.source_blocks.tolist()
+        self._digests[part] = list(ready.digests)
+        self._slots[part] = [Slot.ANNOUNCED] * count
+        self._pending += count
+        if self.plane == "memfd":
+            self._pull_queue.update(dict.fromkeys(range(ready.lo, ready.hi)))
 
     def _queue_pull(self, index: int) -> None:
         if self.plane == "memfd":

@@ -203,6 +203,7 @@ class TransferSink:
         self._run_timers()
         self._intake.grant_credit()
         self._intake.pull_some()
+        self._intake.say_pulled()
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:
@@ -215,9 +216,9 @@ class TransferSink:
             return 0.0
         now = self._clock.now()
         wait = _IDLE_WAIT_S
-        due = self._timers.next_due()
-        if due is not None:
-            wait = min(wait, due - now)
+        for due in (self._timers.next_due(), self._intake.next_due()):
+            if due is not None:
+                wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
         return max(0.0, wait)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -143,6 +144,10 @@ class TransferSource:
         # Queued before the ticket leaves: whoever opens the ticket finds it (see _find_offer).
         self._inbox.put(lambda: self._add(xfer_id, offer, num_blocks))
         return signed
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Take what is announced inside together: one wake-up at the end instead of one each."""
+        return self._inbox.hold()
 
     def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:
         """Announce full blocks [lo, lo + len(block_ids))."""

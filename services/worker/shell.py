@@ -63,6 +63,7 @@ _WARM_UP_TOKENS = 96
 log = get_logger(__name__)
 
 Event = TypeVar("Event")
+OutEvent = TokensOut | TicketOut | ChoiceDone | Refused
 
 
 @dataclass(slots=True)
@@ -334,7 +335,14 @@ class WorkerShell:
     # -- engine thread ---------------------------------------------------------------------
 
     def _on_engine_events(self, events: Sequence[EngineEvent]) -> None:
-        outgoing: list[TokensOut | TicketOut | ChoiceDone | Refused] = []
+        # A prompt's last blocks and its end come in one step: the transfer thread wakes once.
+        with self.source.batch():
+            outgoing = self._take_engine_events(events)
+        if outgoing:
+            self._on_loop(self._deliver, outgoing)
+
+    def _take_engine_events(self, events: Sequence[EngineEvent]) -> list[OutEvent]:
+        outgoing: list[OutEvent] = []
         for event in events:
             if isinstance(event, (TokensOut, ChoiceDone, Refused)):
                 outgoing.append(event)
@@ -346,8 +354,7 @@ class WorkerShell:
                 self._on_loop(self._migrate_refused, event)
             else:
                 self._on_transfer_event(event)
-        if outgoing:
-            self._on_loop(self._deliver, outgoing)
+        return outgoing
 
     def _on_loop(self, call: Callable[[Event], None], event: Event) -> None:
         loop = self._loop
@@ -449,7 +456,7 @@ class WorkerShell:
 
     # -- event loop ------------------------------------------------------------------------
 
-    def _deliver(self, outgoing: Sequence[TokensOut | TicketOut | ChoiceDone | Refused]) -> None:
+    def _deliver(self, outgoing: Sequence[OutEvent]) -> None:
         """Record outputs and send them on the Links of their routers."""
         now = self._clock.now()
         batches: dict[int, list[Outgoing]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,9 @@ class RecordingSource:
             raise RequestError("overloaded", "too many handoffs are open")
         self.offers.append(offer)
         return b"ticket"
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:
         self.sealed.append((key, lo))
