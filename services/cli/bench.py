@@ -76,3 +76,27 @@ def handoff(
             verdict = "pass" if bar.is_met else "FAIL"
             typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
     return result.exit_code
+
+
+@app.command("wire")
+def wire(
+    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts, side by side.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt.")] = 256,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Stored KV: float32 or bfloat16.")] = "float32",
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+) -> int:
+    """Error of each wire dtype on a real model: KL of the logits, agreement of greedy tokens."""
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("dtype is float32 or bfloat16")
+    from services.runtime.threads import apply_threads
+
+    apply_threads(os.environ, threads)  # before the next line loads torch
+    from services.bench.wire import Setup, run
+
+    setup = Setup(prompts, prompt_tokens, answer_tokens, seed)
+    result = run(model, setup, dtype=dtype, threads=threads)
+    typer.echo(result.to_json())
+    return result.exit_code

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 150.0
 
 
+class Dtype(StrEnum):
+    """Types of weights and KV."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class Engine(StrEnum):
     """What workers compute with."""
 
@@ -49,6 +56,9 @@ def up(
     http_port: Annotated[int | None, typer.Option(help="First HTTP port; 0 = any free.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda (untested).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    decode_dtype: Annotated[
+        Dtype | None, typer.Option(help="Another dtype for decode; KV is converted on its way.")
+    ] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks per worker.")] = None,
     force_mode: Annotated[Mode | None, typer.Option(help="Mode of every request.")] = None,
     json_status: Annotated[
@@ -89,6 +99,7 @@ def up(
     try:
         run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
         run.engine = engine
+        run.decode_dtype = None if decode_dtype is None else decode_dtype.value
         return run.supervisor().run(start_timeout)
     finally:
         runtime_dir.remove()
@@ -121,6 +132,7 @@ class _Run:
         )
         self._config_path = runtime_dir / "isthmus.yaml"
         self.engine = Engine.model
+        self.decode_dtype: str | None = None
 
     def supervisor(self) -> Supervisor:
         """Resolve the model, start the store, plan the processes."""
@@ -170,6 +182,7 @@ class _Run:
             # Workers of another machine may have the same store: names must not meet.
             tag=f"-{secrets.token_hex(3)}" if self._has_foreign_store else "",
             metrics_port=self._config.worker.metrics_port,
+            decode_dtype=self.decode_dtype,
         )
 
     @property

@@ -73,6 +73,7 @@ def plan_processes(
     runtime_dir: Path,
     tag: str,
     metrics_port: int | None = None,
+    decode_dtype: str | None = None,
 ) -> tuple[PlannedProcess, ...]:
     """Name every process and give it its flags.
 
@@ -84,10 +85,15 @@ def plan_processes(
         tag: appended to worker names when other machines share the store; may be empty.
         metrics_port: of the first worker's /metrics, further workers take the next ones;
             0 = any free, None = none.
+        decode_dtype: of weights and KV of decode workers; None = what the configuration says.
     """
+    dtype = () if decode_dtype is None else ("--dtype", decode_dtype)
     workers = (
         *_workers("prefill", counts.prefill, threads, runtime_dir, tag),
-        *_workers("decode", counts.decode, threads, runtime_dir, tag),
+        *(
+            replace(worker, arguments=(*worker.arguments, *dtype))
+            for worker in _workers("decode", counts.decode, threads, runtime_dir, tag)
+        ),
     )
     return (
         *(_with_metrics(worker, index, metrics_port) for index, worker in enumerate(workers)),

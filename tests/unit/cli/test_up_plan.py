@@ -73,3 +73,17 @@ def test_command_line_of_a_worker_and_a_router() -> None:
         *("--grpc-port", "4444"),
     ]
     assert router.command("py", Path("/c"), 1, 2)[-4:] == ["--grpc-port", "1", "--http-port", "2"]
+
+
+def test_only_decode_workers_get_the_dtype_of_decode() -> None:
+    made = plan_processes(
+        Counts(1, 2, 2),
+        DOORS,
+        threads=1,
+        runtime_dir=Path("/r"),
+        tag="",
+        decode_dtype="bfloat16",
+    )
+    with_dtype = {plan.name for plan in made if "--dtype" in plan.arguments}
+    assert with_dtype == {"decode-0", "decode-1"}
+    assert made[2].arguments[-2:] == ("--dtype", "bfloat16")
