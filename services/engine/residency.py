@@ -139,12 +139,11 @@ class Residency:
         return len(dropped)
 
     def _lets_go_of_parents(self, block_id: BlockId) -> bool:
-        # Whoever else holds it holds the blocks before it too.
-        return (
-            self.pool.num_refs(block_id) > 1
-            or not self.pool.is_cached(block_id)
-            or self.pool.uncache(block_id)
-        )
+        # One who shares it may give up the blocks before it too, or end while we still hold it, or
+        # build on it: a shared block stays cached, and so its parents stay pinned.
+        if not self.pool.is_cached(block_id):
+            return True
+        return self.pool.num_refs(block_id) == 1 and self.pool.uncache(block_id)
 
     def freeze_tail(self, seq: Sequence) -> tuple[BlockId | None, int]:
         """Freeze the partial last block; return it and its valid tokens, or (None, 0)."""

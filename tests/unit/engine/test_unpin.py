@@ -109,3 +109,20 @@ def test_a_cancelled_hand_off_takes_what_is_left() -> None:
     assert rig.scheduler.load().blocks_in_use == 6
     rig.release("p")
     rig.assert_at_rest()
+
+
+def test_a_block_two_hand_offs_share_keeps_those_before_it_pinned() -> None:
+    """Found by the transfer simulator: both let go of the parents, and the child stayed cached."""
+    rig = EngineRig(num_blocks=16)
+    for key in ("p", "q"):
+        rig.submit(make_request(key, prompt_of(64), greedy(8), WorkKind.PREFILL))
+        rig.run()
+    shared = rig.lent_blocks("p")
+    assert rig.lent_blocks("q") == shared
+    for key in ("p", "q"):
+        rig.unpin(key, shared[:1])
+    assert rig.pool.num_refs(shared[0]), "its child is in use and cached"
+    rig.pool.check_integrity()
+    rig.release("p")
+    rig.release("q")
+    rig.assert_at_rest()
