@@ -125,24 +125,34 @@ def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> F32:
 def round_bfloat16(values: F32) -> npt.NDArray[np.uint16]:
     """Return the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    # The largest NaNs wrap around here; they are replaced below.
-    rounded = ((bits + (np.uint32(0x7FFF) + odd)) >> np.uint32(16)).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0
-    return rounded
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits  # the largest NaNs wrap around here; they are replaced below
+    rounded >>= np.uint32(16)
+    result = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        result[is_nan] = 0x7FC0
+    return result
 
 
 def quantise(values: F32, data: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> None:
     """Write values `[..., D]` as int8 `[..., D]` with scales `[...]`."""
     peak = np.abs(values).max(axis=-1)
-    is_finite = np.isfinite(peak)
-    wanted = np.where(is_finite, np.minimum(peak / np.float32(_Q_MAX), _F16_MAX), np.nan)
-    np.copyto(scales, wanted, casting="same_kind")
-    scale = scales.astype(np.float32)
-    usable = is_finite & (scale > 0)
-    steps = np.where(usable, scale, 1)[..., None]
-    clean = np.where(usable[..., None], values, 0)
-    np.copyto(data, np.clip(np.rint(clean / steps), -_Q_MAX, _Q_MAX), casting="unsafe")
+    is_broken = ~np.isfinite(peak)
+    with np.errstate(invalid="ignore"):  # rows that are broken, as it says above
+        np.copyto(scales, np.minimum(peak / np.float32(_Q_MAX), _F16_MAX), casting="same_kind")
+        scales[is_broken] = np.nan
+        scale = scales.astype(np.float32)
+        scale[scale == 0] = np.inf
+        steps = values / scale[..., None]
+    # In place from here on: this is what an int8 link spends its time with.
+    np.rint(steps, out=steps)
+    np.clip(steps, -_Q_MAX, _Q_MAX, out=steps)
+    if is_broken.any():
+        steps[is_broken] = 0
+    np.copyto(data, steps, casting="unsafe")
 
 
 def dequantise(data: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> F32:
