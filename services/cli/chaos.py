@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from services.bench.result import BenchResult
+    from services.chaos.transfers import Campaign
 
 app = typer.Typer(help="Break a cluster on purpose and look for damage.", no_args_is_help=True)
 
@@ -34,6 +35,45 @@ def handoff(
 
     result = run(usual_campaign(seed, faults, model), lambda line: _tell(line, json))
     return _show(result)
+
+
+@app.command("transfers")
+def transfers(
+    num: Annotated[int, typer.Option(min=1, help="Transfers to play.")] = 10_000,
+    seed: Seed = 0,
+    log: Annotated[bool, typer.Option(help="Write every event of the first run.")] = False,
+    json: Json = False,
+) -> int:
+    """Play transfers in a simulated network and look for broken promises."""
+    from services.chaos.transfers import run_campaign
+
+    if log:
+        from services.chaos.transfer_sim import run_seed
+
+        report = run_seed(seed, num, record=True)
+        typer.echo("\n".join((*report.log, f"violation: {report.violation}")))
+        return 0 if report.violation is None else 1
+    campaign = run_campaign(num, seed)
+    for failed in campaign.failures:
+        _tell(f"seed {failed.seed}: {failed.violation}\n  {failed.replay}", json)
+    return _show(_transfers_result(seed, campaign))
+
+
+def _transfers_result(seed: int, campaign: Campaign) -> BenchResult:
+    from services.bench.result import Bar, BenchResult
+
+    result = BenchResult("chaos transfers")
+    result.figures = {
+        "seed": seed,
+        "transfers": campaign.num_transfers,
+        "runs": campaign.num_runs,
+        "events": campaign.num_events,
+        "transfers_per_cpu_s": round(campaign.transfers_per_cpu_s, 1),
+        **dict(sorted(campaign.stats.items())),
+        **{f"failed_{i}": failed.replay for i, failed in enumerate(campaign.failures)},
+    }
+    result.bars = [Bar("failed_runs", len(campaign.failures), 0, "==")]
+    return result
 
 
 def _tell(line: str, is_quiet: bool) -> None:

@@ -1,0 +1,277 @@
+"""Deterministic simulator of the transfer protocol: one seed is one run, every run ends at rest.
+
+The state machines, pools, prefix caches, tickets, credit and verdicts are the real ones; only
+sockets, threads and the model are played. After every event the pools are counted, and at rest
+nothing may be held; see `Violation` for what ends a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from services.chaos.sim_decode import DecodeWorker, Receive
+from services.chaos.sim_network import Network
+from services.chaos.sim_prefill import Offer, PrefillWorker, Request
+from services.chaos.sim_world import Family, Odds, Violation, Worker, World
+
+TRANSFERS_A_RUN = 100
+_MAX_ATTEMPTS = 3
+_MAX_BLOCKS = 7
+_CANCEL_LOST = 0.1
+_LENGTHS = (5, 16, 23, 40, 48, 64, 77, 100, 112)
+_EVENTS_A_TRANSFER = 2_000
+_CALM = Odds()
+# Weather of a run: every seed has one, so that rare endings come often enough to be checked.
+PROFILES: tuple[Odds, ...] = (
+    _CALM,
+    replace(_CALM, drop=0.03, corrupt=0.03, duplicate=0.04, delay=0.04, reorder=0.06),
+    replace(_CALM, crash=0.03, freeze=0.02, break_link=0.04),
+    replace(_CALM, cut=0.06, freeze=0.04, slow_sender=0.2, torn=0.5, decode_wait=0.3, pressure=0.8),
+    replace(_CALM, cancel=0.4, race=0.2, pressure=1.5, decode_wait=0.2, torn=0.3),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What one run did; `violation` is None when every promise held."""
+
+    seed: int
+    num_transfers: int
+    num_events: int
+    stats: Counter[str]
+    log: tuple[str, ...]
+    violation: str | None
+
+
+def run_seed(seed: int, num: int = TRANSFERS_A_RUN, *, record: bool = False) -> RunReport:
+    """Play one run of `num` transfers; the same arguments give the same run, to the byte.
+
+    A smaller `num` plays the same run and stops sending prompts earlier.
+    """
+    world = World(seed, PROFILES[seed % len(PROFILES)], record=record)
+    cluster = Cluster(world, num)
+    violation: str | None = None
+    try:
+        cluster.run()
+    except Exception as error:  # a run is the outermost loop: any fault of the code ends it
+        violation = f"{type(error).__name__}: {error}"
+        world.note("violation", violation)
+    return RunReport(
+        seed=seed,
+        num_transfers=cluster.num_started,
+        num_events=world.num_events,
+        stats=world.stats,
+        log=tuple(world.log or ()),
+        violation=violation,
+    )
+
+
+class Cluster:
+    """Workers, a router that knows nothing for sure, and a source of faults."""
+
+    def __init__(self, world: World, num: int) -> None:
+        self._world = world
+        self._num = num
+        self.num_started = 0
+        self._network = Network(world)
+        # Sizes decide the plane of each pair: equal parity is zmq, else memfd.
+        self._prefills = [
+            PrefillWorker(world, f"p{i}", 40 + i, self._network, self) for i in range(2)
+        ]
+        self._decodes = [
+            DecodeWorker(world, f"d{i}", 36 + i, self._network, self) for i in range(3)
+        ]
+        self._families: list[Family] = []
+        self.requests: list[Request] = []
+        self._tickets: dict[int, tuple[PrefillWorker, int, int, bytes]] = {}
+
+    def run(self) -> None:
+        """Play until nothing is left to happen, and look at what is left."""
+        self.start()
+        self._world.run(_EVENTS_A_TRANSFER * (self._num + 10))
+        self.check_at_rest()
+
+    def start(self) -> None:
+        """Let the first prompt come."""
+        self._world.at(0.0, self._arrive)
+
+    def check_at_rest(self) -> None:
+        """Hold everything to what must be true when nothing is left to do."""
+        for worker in self.workers():
+            if not worker.is_up:
+                raise Violation(f"{worker.name} did not come back")
+            worker.check_at_rest()
+        for request in self.requests:
+            if request.num_receives or not request.outcome:
+                raise Violation(f"request {request.number} never ended")
+
+    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+        return [*self._prefills, *self._decodes]
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        world, rng = self._world, self._world.rng
+        self.num_started += 1
+        number = self.num_started
+        if not self._families or rng.random() < 0.4:
+            self._families.append(Family.make(world.rng.getrandbits(23), _MAX_BLOCKS))
+        request = Request(
+            number=number,
+            family=self._families[-1 - rng.randrange(min(4, len(self._families)))],
+            num_tokens=rng.choice(_LENGTHS),
+            is_slow=rng.random() < world.odds.slow_sender,
+            first_token=number,
+        )
+        self.requests.append(request)
+        world.note("router", f"request {number} of {request.num_tokens} tokens")
+        self._dispatch(request)
+        if world.happens(world.odds.cancel):
+            world.at(rng.random() * rng.choice((0.005, 0.05, 2.0)), self.cancel, request)
+        self._trouble()
+        pause_s = rng.expovariate(250.0)  # drawn in any case: a shorter run is a prefix of a longer
+        if number < self._num:
+            world.at(pause_s, self._arrive)
+
+    def _dispatch(self, request: Request) -> None:
+        up = [worker for worker in self._prefills if worker.is_up]
+        if not up:
+            request.outcome = "no prefill worker"
+            return
+        worker = self._world.rng.choice(up)
+        worker.ask(
+            worker.start, request, lost=lambda: self.on_prefill_over(request, "prefill died")
+        )
+
+    def cancel(self, request: Request) -> None:
+        """The client left: tell both sides; each message may be lost."""
+        request.is_cancelled = True
+        self._world.stats["cancels"] += 1
+        self._world.note("router", f"cancel {request.number}")
+        for worker in self.workers():
+            if not self._world.happens(_CANCEL_LOST):
+                worker.at(self._world.rng.random() * 0.002, worker.cancel, request)
+
+    def on_ticket(self, worker: PrefillWorker, offer: Offer, signed: bytes) -> None:
+        """KV can be pulled: choose who pulls."""
+        request = offer.request
+        if request.is_cancelled and self._world.happens(0.5):
+            return
+        self._tickets[request.number] = (worker, worker.incarnation, offer.xfer_id, signed)
+        self._open(request)
+        if self._world.happens(self._world.odds.race):
+            self._world.stats["races"] += 1
+            again = self._world.happens(0.5)
+            self._world.at(self._world.rng.random() * 0.02, self._open, request, not again)
+
+    def _open(self, request: Request, is_new_attempt: bool = True) -> None:
+        """Send the ticket to a decode worker."""
+        up = [worker for worker in self._decodes if worker.is_up]
+        if not up:
+            return
+        request.attempt += is_new_attempt
+        worker = self._world.rng.choice(up)
+        request.num_receives += 1
+        ticket, attempt = self._tickets[request.number], request.attempt
+        worker.ask(worker.open, request, ticket, attempt, lost=lambda: self.on_received(request))
+
+    def on_prefill_over(self, request: Request, outcome: str) -> None:
+        """Its blocks were given back, or none were ever lent."""
+        if request.outcome:
+            raise Violation(f"request {request.number} ended twice at the prefill side")
+        request.outcome = outcome
+
+    def on_received(self, request: Request) -> None:
+        """The KV is there, or nobody waits for it any more."""
+        request.num_receives -= 1
+
+    def on_receive_failed(self, receive: Receive, code: str, can_recompute: bool) -> None:
+        """Try another decode worker, or let decode compute the prompt itself."""
+        request = receive.request
+        request.num_receives -= 1
+        retries = can_recompute and code != "fenced" and request.attempt < _MAX_ATTEMPTS
+        if retries and not request.is_cancelled and self._world.happens(0.6):
+            self._world.stats["retries"] += 1
+            self._world.at(self._world.rng.random() * 0.01, self._open, request)
+
+    # ---- faults -------------------------------------------------------------------------------
+
+    def _trouble(self) -> None:
+        """Draw what else happens around the time of an arrival."""
+        world, odds = self._world, self._world.odds
+        faults: tuple[tuple[float, Callable[[], None]], ...] = (
+            (odds.crash, self._crash),
+            (odds.cut, self._cut),
+            (odds.break_link, self._break),
+            (odds.freeze, self._freeze),
+            (odds.clock_step, self._step_clock),
+            (odds.pressure, self._press),
+        )
+        for chance, fault in faults:
+            if world.happens(chance):
+                world.at(world.rng.random() * 0.03, fault)
+
+    def _crash(self) -> None:
+        worker = self._world.rng.choice(self.workers())
+        if not worker.is_up:
+            return
+        incarnation = worker.incarnation
+        worker.crash()
+        if isinstance(worker, PrefillWorker):
+            self._break_links_to(worker, incarnation)
+        else:
+            self._tell_prefills(worker, incarnation)
+        self._world.at(self._world.rng.random() * 0.1, worker.boot)
+
+    def _break_links_to(self, worker: PrefillWorker, incarnation: int) -> None:
+        for decode in self._decodes:
+            link = decode.links.get((worker.name, incarnation))
+            if link is not None:
+                is_mapped = link.plane == "memfd"
+                decode.at(0.0005, lambda d=decode, k=link, m=is_mapped: d.lose(k, is_dead=m))
+
+    def _tell_prefills(self, worker: Worker, incarnation: int) -> None:
+        for prefill in self._prefills:
+            for link in prefill.links.values():
+                if link.decode is worker and link.decode_incarnation == incarnation:
+                    link.is_up = False
+                    prefill.at(0.001, prefill.peer_lost, link.peer.base)
+
+    def _cut(self) -> None:
+        rng = self._world.rng
+        ends: list[Worker] = [rng.choice(self._prefills), rng.choice(self._decodes)]
+        rng.shuffle(ends)
+        seconds = rng.choice((0.05, 1.0, 3.0, 9.0)) * rng.random()
+        self._network.cut(ends[0], ends[1], seconds)
+        if rng.random() < 0.5:
+            self._network.cut(ends[1], ends[0], seconds)
+
+    def _break(self) -> None:
+        rng = self._world.rng
+        decode = rng.choice(self._decodes)
+        if not decode.is_up or not decode.links:
+            return
+        link = rng.choice(list(decode.links.values()))
+        decode.at(0.0, lambda: decode.lose(link, is_dead=False))
+        if rng.random() < 0.5 and link.prefill.incarnation == link.prefill_incarnation:
+            # Word of the old connection may come when a new one is in use.
+            link.prefill.at(rng.random() * 0.01, link.prefill.peer_lost, link.peer.base)
+
+    def _freeze(self) -> None:
+        rng = self._world.rng
+        worker = rng.choice(self.workers())
+        seconds = rng.choice((0.02, 0.5, 3.5)) * rng.random()
+        self._world.stats["freezes"] += 1
+        self._world.note(worker.name, f"frozen for {seconds:.3f}s")
+        worker.frozen_until = max(worker.frozen_until, self._world.now + seconds)
+
+    def _step_clock(self) -> None:
+        """Move the wall clock by up to a day, either way."""
+        self._world.stats["clock steps"] += 1
+        self._world.wall_ms += self._world.rng.randrange(-86_400_000, 86_400_000)
+
+    def _press(self) -> None:
+        worker = self._world.rng.choice(self.workers())
+        worker.at(0.0, worker.press, self._world.rng.randrange(1, 20))

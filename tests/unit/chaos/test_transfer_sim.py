@@ -1,0 +1,219 @@
+"""The transfer protocol under a simulated bad day, ten thousand times, and defects it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.chaos.sim_prefill import Offer, PrefillWorker
+from services.chaos.sim_world import Odds, World
+from services.chaos.transfer_sim import PROFILES, TRANSFERS_A_RUN, Cluster, run_seed
+from services.chaos.transfers import Campaign, run_campaign
+from services.transfer import sender as tx
+from services.transfer.receiver import ReceiverTransfer
+from services.transfer.sender import SenderState, SenderTransfer
+
+CALM = Odds(
+    **dict.fromkeys(Odds.__dataclass_fields__, 0.0),
+)
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Campaign:
+    return run_campaign(10_000, seed=0)
+
+
+@pytest.mark.timeout(300)  # ten seconds of a core of its own
+def test_ten_thousand_transfers_end_once_and_leave_nothing(campaign: Campaign) -> None:
+    """RB-009, RB-010, RB-011, RB-015, RB-016, RB-025, RB-029: see `Violation` in the simulator."""
+    assert campaign.failures == ()
+    assert campaign.num_transfers == 10_000
+
+
+@pytest.mark.parametrize(
+    ("happened", "times"),
+    [
+        ("sink ready", 5_000),
+        ("source done", 5_000),
+        ("source aborted", 100),
+        ("source expired", 10),
+        ("source peer_lost", 10),
+        ("sink failed cancelled", 100),
+        ("sink failed fenced", 3),
+        ("sink failed handoff_failed", 100),
+        ("refused for its digest", 20),
+        ("refused for its generation", 1),
+        ("refused for its length", 5),
+        ("reject BUSY", 20),
+        ("reject EXPIRED", 50),
+        ("reject FENCED", 3),
+        ("stale frames", 50),
+        ("preemptions", 100),
+        ("copies with the owner at work", 100),
+        ("crashes", 30),
+        ("cuts", 50),
+        ("freezes", 50),
+        ("clock steps", 50),
+        ("links lost", 50),
+        ("gaps", 500),
+        ("retries", 100),
+    ],
+)
+def test_every_kind_of_trouble_came_often_enough(
+    campaign: Campaign, happened: str, times: int
+) -> None:
+    assert campaign.stats[happened] >= times
+
+
+@pytest.mark.parametrize("seed", range(len(PROFILES)))
+def test_a_seed_is_one_run_to_the_byte(seed: int) -> None:
+    first, second = (run_seed(seed, 60, record=True) for _ in range(2))
+    assert first == second
+    assert len(first.log) > 100
+
+
+def test_a_shorter_run_begins_as_the_longer_one() -> None:
+    """What the replay command relies on."""
+    longer, shorter = (run_seed(3, num, record=True) for num in (40, 20))
+    until = next(i for i, line in enumerate(longer.log) if "request 21 of" in line)
+    assert shorter.log[:until] == longer.log[:until]
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cancel_after_every_single_event_leaves_nothing(seed: int, parity: int) -> None:
+    """RB-004, RB-009, RB-011: no event of a transfer is a bad moment to leave."""
+    step = 0
+    while True:
+        world = World(seed * 2 + parity, CALM, record=False)
+        cluster = Cluster(world, num=1)
+        cluster.start()
+        for _ in range(step):
+            world.step()
+        is_over = not world.pending()
+        for request in cluster.requests:
+            cluster.cancel(request)
+        world.run(5_000)
+        cluster.check_at_rest()
+        if is_over:
+            break
+        step += 1
+    assert step > 20  # events of one undisturbed transfer
+
+
+# ---- planted defects --------------------------------------------------------------------------
+
+
+def _release_while_read(patch: pytest.MonkeyPatch) -> None:
+    original = SenderTransfer._try_close
+
+    def hasty(self: SenderTransfer, now: float) -> list[tx.SenderAction]:
+        flying, self._num_in_flight = self._num_in_flight, 0
+        try:
+            return original(self, now)
+        finally:
+            self._num_in_flight = flying
+
+    patch.setattr(SenderTransfer, "_try_close", hasty)
+
+
+def _accept_everything(patch: pytest.MonkeyPatch) -> None:
+    original = ReceiverTransfer.on_block
+
+    def trusting(
+        self: ReceiverTransfer, index: int, is_good: bool, now: float, why: str = ""
+    ) -> Any:
+        return original(self, index, True, now, why)
+
+    patch.setattr(ReceiverTransfer, "on_block", trusting)
+
+
+def _write_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    original = ReceiverTransfer.dest_of
+
+    def careless(self: ReceiverTransfer, index: int) -> Any:
+        if self._ended and self._dest is not None:
+            return self._dest[index]
+        return original(self, index)
+
+    patch.setattr(ReceiverTransfer, "dest_of", careless)
+
+
+def _obey_lower_attempts(patch: pytest.MonkeyPatch) -> None:
+    def anyone(self: SenderTransfer, peer: Any, attempt: int) -> bool:
+        return self.owner is not None
+
+    patch.setattr(SenderTransfer, "_is_owner", anyone)
+
+
+def _never_expire(patch: pytest.MonkeyPatch) -> None:
+    original = SenderTransfer.on_time
+
+    def patient(self: SenderTransfer, now: float) -> list[tx.SenderAction]:
+        is_waiting = self.state in (SenderState.STREAMING, SenderState.DRAINING)
+        if is_waiting and now >= self._deadline:
+            self._deadline = now + 1.0
+            return []
+        return original(self, now)
+
+    patch.setattr(SenderTransfer, "on_time", patient)
+
+
+def _send_what_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that are queued for sending are not pinned."""
+
+    def unpinned(self: PrefillWorker, offer: Offer) -> None:
+        blocks, offer.held = offer.held, []
+        self.drop(blocks)
+
+    original = PrefillWorker._finish
+
+    def finish(self: PrefillWorker, job: Any) -> None:
+        original(self, job)
+        unpinned(self, job.offer)
+
+    patch.setattr(PrefillWorker, "_finish", finish)
+
+
+LOSSY, CANCELS = 1, 4  # profiles in which such a defect shows soonest
+
+
+@pytest.mark.parametrize(
+    ("plant", "profile", "told_as"),
+    [
+        (_release_while_read, CANCELS, "while it is read"),  # RB-011
+        (_accept_everything, LOSSY, "wrong content"),  # RB-025, RB-029
+        (_write_after_the_end, CANCELS, "does not hold it"),  # RB-011
+        (_obey_lower_attempts, CANCELS, "another attempt or life"),
+        (_never_expire, LOSSY, "after the last sign of life"),  # RB-009
+        (_send_what_is_not_held, CANCELS, "under transfer was written"),  # RB-010
+    ],
+)
+def test_the_simulator_finds_planted_defects(
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    profile: int,
+    told_as: str,
+) -> None:
+    """RB-009, RB-010, RB-011, RB-025, RB-029: and says which seed and how few prompts it takes."""
+    plant(monkeypatch)
+    for seed in range(profile, 300, len(PROFILES)):
+        report = run_seed(seed)
+        if report.violation is not None:
+            break
+    assert report.violation is not None
+    again = run_seed(report.seed, report.num_transfers, record=True)
+    assert again.violation == report.violation
+    assert told_as in report.violation
+
+
+def test_a_failed_run_tells_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _accept_everything(monkeypatch)
+    campaign = run_campaign(5 * TRANSFERS_A_RUN, seed=LOSSY)
+    assert campaign.failures
+    first = campaign.failures[0]
+    assert first.replay == (
+        f"isthmus chaos transfers --seed {first.seed} --num {first.num_transfers} --log"
+    )
