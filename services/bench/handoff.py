@@ -113,9 +113,9 @@ class _Bench:
         self._num_blocks = max_blocks + SPARE_BLOCKS
         self._sources_ids = _scattered(rng, self._num_blocks, max_blocks)
         self._dest_ids = _scattered(rng, self._num_blocks, max_blocks)
-        self._memory = KvPoolMemory.create(LAYOUT, self._num_blocks)
+        self._memory = stack.enter_context(KvPoolMemory.create(LAYOUT, self._num_blocks))
         # What memcpy reads: memory of the same kind as a peer's pool, written once.
-        self._reference = KvPoolMemory.create(LAYOUT, self._num_blocks)
+        self._reference = stack.enter_context(KvPoolMemory.create(LAYOUT, self._num_blocks))
         self._memory.blocks[:] = 1
         self._reference.blocks[:] = 2
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-bench-")))

@@ -106,7 +106,8 @@ class SourceProcess:
             text=True,
         )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="bench-source-answers", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="bench-source", daemon=True)
+        self._reader.start()
         try:
             self._answer(START_TIMEOUT_S)
         except SourceFailed:
@@ -158,9 +159,10 @@ class SourceProcess:
         return self._answer(STEP_TIMEOUT_S)
 
     def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        for line in process.stdout:
             self._answers.put(line)
         self._answers.put("")
 
@@ -185,6 +187,9 @@ class SourceProcess:
         except (OSError, subprocess.TimeoutExpired):
             process.kill()
             process.wait(STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)  # its input has ended with the process
+        if process.stdout is not None:
+            process.stdout.close()
         self._process = None
 
 

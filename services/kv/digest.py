@@ -26,10 +26,11 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
     # One copy with the head outermost makes every (head, layer range) contiguous.
     heads = [np.ascontiguousarray(part.transpose(2, 0, 1, 3, 4)) for part in _parts(layout, block)]
     first = layout.first_layer
+    groups = [slice(lo - first, hi - first) for lo, hi in layout.layer_groups]
     digests = [
-        _digest([part[head, lo - first : hi - first] for part in heads])
+        _digest([part[head, group] for part in heads])
         for head in range(layout.num_kv_heads)
-        for lo, hi in layout.layer_groups
+        for group in groups
     ]
     return np.array(digests, dtype=np.uint64)
 

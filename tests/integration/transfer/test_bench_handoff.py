@@ -1,0 +1,19 @@
+"""`isthmus bench handoff` with real processes, small: every arm runs and nothing arrives wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.bench.handoff import ARMS, run
+
+pytestmark = pytest.mark.integration
+
+
+def test_every_arm_hands_off_what_was_announced() -> None:
+    result = run([2], rounds=1, seed=3)
+    for arm in ARMS:
+        assert float(result.figures[f"{arm.name}_2_doorbell_p50_ms"] or 0) > 0
+        has_whole = f"{arm.name}_2_whole_p50_ms" in result.figures
+        assert has_whole != arm.is_layer_major
+    wrong = [bar for bar in result.bars if "other content" in bar.name]
+    assert [bar.value for bar in wrong] == [0]
