@@ -100,3 +100,18 @@ def wire(
     result = run(model, setup, dtype=dtype, threads=threads)
     typer.echo(result.to_json())
     return result.exit_code
+
+
+@app.command("cancel")
+def cancel(
+    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    cancels: Annotated[int, typer.Option(min=2, help="Requests cancelled one by one.")] = 40,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of each prompt.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and moments.")] = 0,
+) -> int:
+    """From a cancel to free blocks on both sides, read over the wire; also with messages lost."""
+    from services.bench.cancel import run
+
+    result = run(model, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed)
+    typer.echo(result.to_json())
+    return result.exit_code
