@@ -19,7 +19,7 @@ from services.transfer.handshake import (
     read_welcome,
 )
 from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
-from services.transfer.pairing import max_frame_bytes
+from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
@@ -177,7 +177,16 @@ class PeerLink:
     def _up(self, plane: str) -> None:
         self.plane = plane
         self.state = LinkState.UP
-        log.info("transfer.plane", peer=self.target.worker_id, plane=plane)
+        log.info(
+            "transfer.plane",
+            peer=self.target.worker_id,
+            plane=plane,
+            peer_layout=str(self.layout),
+            converts=not self.layout.is_same(self._end.layout),
+            wire_dtype=wire_layout(
+                self.layout, self._end.layout, self._end.wire_dtype if plane == "zmq" else AS_STORED
+            ).kv_dtype,
+        )
 
     def _fall_back(self, reason: str) -> None:
         """Use zmq after memfd failed: never silently, and only if it is allowed."""

@@ -60,6 +60,7 @@ def two_pools(
 
 
 def test_float32_prefill_and_bfloat16_decode(toy_dir: Path) -> None:
+    """RB-027: pools of unequal dtype give right tokens instead of corruption."""
     torch.set_num_threads(1)
     found = two_pools(toy_dir, ("--decode-dtype", "bfloat16"), {}, "memfd")
     assert found == single_worker(toy_dir, "bfloat16", ())

@@ -165,6 +165,7 @@ def run_pair(
 def test_dtypes_convert_on_the_receiver(
     config: TransferConfig, tmp_path: Path, prefill: str, decode: str, dtypes: tuple[str, ...]
 ) -> None:
+    """RB-027: item sizes differ, and every number is still the one that was meant."""
     layouts = (replace(MODEL, kv_dtype=prefill), replace(MODEL, kv_dtype=decode))
     run_pair(tmp_path, config, layouts, numbers(100), dtypes)
 
@@ -270,6 +271,7 @@ def _receive_shard(sources: list[PrefillEnd], sink: DecodeEnd, kv: np.ndarray) -
 
 
 def test_a_shard_without_anything_in_common_is_refused(tmp_path: Path) -> None:
+    """RB-022: refused in the handshake, to the request that waits, with both layouts."""
     upper, lower = grid((3,), ())
     prefill, decode = make_prefill(tmp_path, CALM, 8, upper), make_decode(CALM, 8, lower)
     try:
