@@ -166,9 +166,11 @@ class Conductor:
         while True:
             view = self._cluster.view()
             prefill, decision = view.find(source.worker_id), None
+            # One that offers a running request is not who it should go on at.
+            excluded = progress.failed | ({source.worker_id} if source.generated else set())
             if prefill is not None:
                 decision = choose_decode(
-                    progress.facts, prefill, view, self._config.policy, frozenset(progress.failed)
+                    progress.facts, prefill, view, self._config.policy, frozenset(excluded)
                 )
             if decision is None:
                 return False
@@ -210,7 +212,10 @@ class Conductor:
             progress.attempt += 1
             if self._send(request, WHOLE, decision.worker, source=source):
                 return True
-        return False
+        # Nobody else: the worker that offered it takes it back, draining or not.
+        worker = self._cluster.view().find(source.worker_id)
+        progress.attempt += 1
+        return worker is not None and self._send(request, WHOLE, worker, source=source)
 
     def _send(
         self,

@@ -298,7 +298,7 @@ class WorkerShell:
         key = RequestKey(f"{session.router_incarnation:x}/{work.request}/{work.attempt}")
         try:
             self._intake.check_fencing(session, work)
-            self._check_room()
+            self._check_room(is_return=self._is_return(session, work))
             item, request = self._intake.read(session, key, work, self._clock.now())
         except RequestError as error:
             refusal = Refused(key, error.spec.code, error.message)
@@ -314,8 +314,14 @@ class WorkerShell:
         except RequestError as error:
             self._deliver((Refused(key, error.spec.code, error.message),))
 
-    def _check_room(self) -> None:
-        verdict = admit(self.engine.load(), is_draining=self.is_draining, limits=self._limits)
+    def _is_return(self, session: RouterSession, work: worker_pb2.Work) -> bool:
+        """Say whether a request comes back that was offered to others here: it is no new work."""
+        entry = session.current(work.request)
+        return entry is not None and entry.ticket is not None and bool(work.generated)
+
+    def _check_room(self, *, is_return: bool) -> None:
+        is_draining = self.is_draining and not is_return
+        verdict = admit(self.engine.load(), is_draining=is_draining, limits=self._limits)
         if not verdict.is_taken:
             raise RequestError(verdict.code, verdict.message)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.pb import worker_pb2
 from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from tests.support.cluster import (
@@ -182,6 +183,34 @@ async def test_when_no_target_is_left_the_tokens_so_far_are_computed_again(store
         assert (await task).tokens() == reference(call)
         (again,) = [j for j in cluster["p0"].jobs if j.kind == "whole"]
         assert again.work.first_index == len(again.work.generated) // 4 > 2
+        cluster.assert_clean()
+
+
+async def test_an_offer_nobody_asked_for_goes_to_another_worker(store_url: str) -> None:
+    """Worker.Migrate: the worker is told by someone else, and may well be live and idle."""
+    async with running_cluster(store_url, _pools()) as cluster:
+        call = make_call(max_tokens=TOKENS)
+        task, source, target = await _stream(cluster, call)
+        work = source.jobs[0].work
+        source.migrate(worker_pb2.Migrate(request=work.request, attempt=work.attempt))
+        answer = await task
+        assert answer.tokens() == reference(call)
+        assert answer.end.timing.decode_worker == target.worker_id
+        assert len(source.jobs) == 1
+
+
+async def test_the_last_worker_takes_its_request_back(store_url: str) -> None:
+    """All workers are told to stop at once: the answer ends where it began to move."""
+    workers = [decoder("d0", token_delay_s=0.01), decoder("d1", token_delay_s=0.01)]
+    async with running_cluster(store_url, workers) as cluster:
+        call = make_call(max_tokens=TOKENS)
+        task, source, target = await _stream(cluster, call)
+        target.refuse_with = "draining"
+        _drain(source)
+        answer = await task
+        assert answer.tokens() == reference(call)
+        assert [job.kind for job in source.jobs] == ["whole", "whole"]
+        assert len(target.jobs) == 1
         cluster.assert_clean()
 
 

@@ -210,7 +210,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 self._take_cancel(cancel)
             for migrate in frame.migrate:
                 self.migrates.append(migrate)
-                self._migrate(migrate)
+                self.migrate(migrate)
             for ack in frame.ack:
                 self.acks[(ack.request, ack.choice)] = ack.index
             for work in frame.work:
@@ -290,7 +290,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 if job.task is not None:
                     job.task.cancel()
 
-    def _migrate(self, migrate: worker_pb2.Migrate) -> None:
+    def migrate(self, migrate: worker_pb2.Migrate) -> None:
         """Stop the request and offer what it has, as an engine between two steps does."""
         for job in self.jobs:
             if (job.work.request, job.work.attempt) != (migrate.request, migrate.attempt):

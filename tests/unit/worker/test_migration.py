@@ -142,6 +142,23 @@ async def test_work_goes_on_from_tokens_made_elsewhere(rig: ShellRig) -> None:
     assert [opened[0] for opened in rig.sink.opened] == [key]
 
 
+async def test_a_draining_worker_takes_back_what_it_offered_and_nothing_else(
+    rig: ShellRig,
+) -> None:
+    """Two workers told to stop at once: what one offers the other refuses."""
+    key = rig.work()
+    rig.work(request=2)
+    rig.shell.begin_drain()
+    _ask(rig, 1, 0)
+    await rig.emit(*_moved(key))
+    again = {"generated": _packed(5, 6, 7), "first_index": 3, "attempt": 1}
+    rig.work(request=2, **again)
+    rig.work(request=3, **again)
+    assert [item.code for item in rig.sent if isinstance(item, Refused)] == ["draining"] * 2
+    back = rig.work(request=1, **again)
+    assert rig.engine.requests[-1].key == back
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
