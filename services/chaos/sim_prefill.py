@@ -216,9 +216,7 @@ class PrefillWorker(PrefillEnd):
                     self._chunk, job)  # fmt: skip
 
     def _wait_for_blocks(self, job: Job) -> None:
-        for offer in self.offers.values():
-            if not offer.outcome and offer.request.number not in self._jobs:
-                self._apply(offer, offer.machine.unpin())
+        self.unpin_all()
         if self.world.now < job.deadline:
             self.at(0.1, self._chunk, job)
             return
@@ -228,6 +226,12 @@ class PrefillWorker(PrefillEnd):
         else:
             machine = job.offer.machine
             self._apply(job.offer, machine.cancel("no memory", self.world.now))
+
+    def unpin_all(self) -> None:
+        """Memory is short: have blocks back as soon as they are pulled."""
+        for offer in self.offers.values():
+            if not offer.outcome and offer.request.number not in self._jobs:
+                self._apply(offer, offer.machine.unpin())
 
     def _compute(self, request: Request, index: int, block: BlockId) -> BlockId:
         name = request.family.hashes[index]

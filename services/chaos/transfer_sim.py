@@ -77,7 +77,7 @@ class Cluster:
         self.num_started = 0
         self._network = Network(world)
         # Sizes decide the plane of each pair: equal parity is zmq, else memfd.
-        self._prefills = [
+        self.prefills = [
             PrefillWorker(world, f"p{i}", 40 + i, self._network, self) for i in range(2)
         ]
         self._decodes = [
@@ -108,7 +108,7 @@ class Cluster:
                 raise Violation(f"request {request.number} never ended")
 
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
-        return [*self._prefills, *self._decodes]
+        return [*self.prefills, *self._decodes]
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Cluster:
             world.at(pause_s, self._arrive)
 
     def _dispatch(self, request: Request) -> None:
-        up = [worker for worker in self._prefills if worker.is_up]
+        up = [worker for worker in self.prefills if worker.is_up]
         if not up:
             request.outcome = "no prefill worker"
             return
@@ -233,7 +233,7 @@ class Cluster:
                 decode.at(0.0005, lambda d=decode, k=link, m=is_mapped: d.lose(k, is_dead=m))
 
     def _tell_prefills(self, worker: Worker, incarnation: int) -> None:
-        for prefill in self._prefills:
+        for prefill in self.prefills:
             for link in prefill.links.values():
                 if link.decode is worker and link.decode_incarnation == incarnation:
                     link.is_up = False
@@ -241,7 +241,7 @@ class Cluster:
 
     def _cut(self) -> None:
         rng = self._world.rng
-        ends: list[Worker] = [rng.choice(self._prefills), rng.choice(self._decodes)]
+        ends: list[Worker] = [rng.choice(self.prefills), rng.choice(self._decodes)]
         rng.shuffle(ends)
         seconds = rng.choice((0.05, 1.0, 3.0, 9.0)) * rng.random()
         self._network.cut(ends[0], ends[1], seconds)

@@ -81,26 +81,39 @@ def test_a_shorter_run_begins_as_the_longer_one() -> None:
     assert shorter.log[:until] == longer.log[:until]
 
 
-@pytest.mark.parametrize("parity", [0, 1])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_cancel_after_every_single_event_leaves_nothing(seed: int, parity: int) -> None:
-    """RB-004, RB-009, RB-011: no event of a transfer is a bad moment to leave."""
-    step = 0
-    while True:
-        world = World(seed * 2 + parity, CALM, record=False)
+def _cancel(cluster: Cluster) -> None:
+    for request in cluster.requests:
+        cluster.cancel(request)
+
+
+def _unpin(cluster: Cluster) -> None:
+    for worker in cluster.prefills:
+        worker.unpin_all()
+        worker.press(worker.num_blocks)  # what came back is overwritten at once
+
+
+@pytest.mark.parametrize("intrude", [_cancel, _unpin])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_moment_of_a_transfer_is_a_bad_one(
+    seed: int, intrude: Callable[[Cluster], None]
+) -> None:
+    """RB-004, RB-009, RB-011: cancelled, or asked to give blocks back, after every single event."""
+    num_steps = 0
+    is_over = False
+    while not is_over:
+        world = World(seed, CALM, record=False)
         cluster = Cluster(world, num=1)
         cluster.start()
-        for _ in range(step):
+        for _ in range(num_steps):
             world.step()
         is_over = not world.pending()
-        for request in cluster.requests:
-            cluster.cancel(request)
+        intrude(cluster)
         world.run(5_000)
         cluster.check_at_rest()
-        if is_over:
-            break
-        step += 1
-    assert step > 20  # events of one undisturbed transfer
+        if intrude is _unpin:
+            assert (world.stats["sink ready"], world.stats["source done"]) == (1, 1)
+        num_steps += 1
+    assert num_steps > 20  # events of one undisturbed transfer
 
 
 # ---- planted defects --------------------------------------------------------------------------

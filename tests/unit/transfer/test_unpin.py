@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.common.ids import BlockId
-from services.transfer import receiver as rx
 from services.transfer import sender as tx
 from services.transfer.api import FinalInfo, FirstTokenInfo
 from services.transfer.values import FinalBlocks, OpenArgs, Peer, RejectCode
-from tests.support.transfer_world import BLOCK_BYTES, SENDER_POLICY, World
+from tests.support.transfer_policies import BLOCK_BYTES, SENDER_POLICY
 
 A = Peer(b"a\0" + bytes(8), b"a\0" + bytes(8) + b"m1234")
 B = Peer(b"b\0" + bytes(8), b"b\0" + bytes(8) + b"m1234")
@@ -102,23 +101,3 @@ def test_a_refused_block_that_is_gone_ends_the_transfer() -> None:
     actions = sender.on_nack(A, 1, [0], False, 1.2)
     assert [type(action) for action in actions] == [tx.SendAbort]
     assert sender.state is tx.SenderState.ABORTING
-
-
-@pytest.mark.parametrize("plane", ["memfd", "zmq"])
-@pytest.mark.parametrize("after", range(16))
-def test_the_reader_gets_everything_whenever_memory_becomes_short(plane: str, after: int) -> None:
-    """What goes back is overwritten at once: a late read would deliver wrong content."""
-    world = World(100, plane)
-    decode = world.open("a", attempt=1)
-    world.connect(decode)
-    world.reserve(decode)
-    world.finish()
-    for _ in range(after):
-        world.pump()
-        world.pull(decode)
-        if world.packets:
-            world.deliver(world.packets[0])
-    world.unpin()
-    world.settle()
-    assert isinstance(decode.ended[0], rx.Deliver)
-    assert [release.outcome for release in world.releases] == ["done"]
