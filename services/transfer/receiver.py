@@ -632,7 +632,8 @@ class ReceiverTransfer:
         return [Forget()]
 
     def _can_finish_alone(self) -> bool:
-        is_known = self.final is not None and self._pending == self._num_missing
+        # A refused block waits for its owner's word and is not queued: that word will not come.
+        is_known = self.final is not None and len(self._pull_queue) == self._num_missing
         return self.plane == "memfd" and is_known and self.state in _OPENED
 
     def check_integrity(self) -> None:

@@ -67,6 +67,12 @@ def test_every_kind_of_trouble_came_often_enough(
     assert campaign.stats[happened] >= times
 
 
+@pytest.mark.parametrize("seed", [1318])
+def test_runs_that_once_failed_hold(seed: int) -> None:
+    """1318: a refused block whose owner died was waited for until the last limit."""
+    assert run_seed(seed).violation is None
+
+
 @pytest.mark.parametrize("seed", range(len(PROFILES)))
 def test_a_seed_is_one_run_to_the_byte(seed: int) -> None:
     first, second = (run_seed(seed, 60, record=True) for _ in range(2))

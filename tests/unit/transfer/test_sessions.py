@@ -309,3 +309,14 @@ def test_a_dead_owner_whose_blocks_were_not_all_announced_fails_at_once() -> Non
     machine.on_final(_final(), 0.5)
     actions = machine.on_peer_lost(True, 0.6)
     assert [type(a) for a in actions] == [rx.Fail, rx.Forget]
+
+
+def test_a_dead_owner_who_was_asked_for_a_block_again_fails_the_receive_at_once() -> None:
+    """RB-010: found by the simulator (seed 1318): the refused block was waited for."""
+    machine = _pulling(plane="memfd")
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.on_final(_final(), 0.5)
+    for pull in machine.take_pulls(8):
+        machine.on_block(pull.index, pull.index != 1, 0.6, "generation")
+    actions = machine.on_peer_lost(True, 0.7)
+    assert [type(a) for a in actions] == [rx.Fail, rx.Forget]
