@@ -54,6 +54,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
     },
 }
 _LIVE_TIMEOUT_S = 180.0  # real models on a busy machine take their time
+SIDES = ("prefill", "decode")
 _REVIVE_POLL_S = 0.01
 _FREE_POLL_S = 0.002
 
@@ -88,7 +89,7 @@ class Tally:
     num_leaked: int = 0
     num_crashed: int = 0
     longest_idle_s: float = 0.0  # until everything was back, after a round's last call
-    free_ms: list[float] = field(default_factory=list)
+    free_ms: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -305,7 +306,11 @@ class _Attack:
 
     async def _probe_cancel(self) -> None:
         """Cancel one long request somewhere on its way; time until both sides are free."""
-        lives = [worker.num_lives for worker in self._rig.workers]
+        # The probe before may have met a point, and a worker that is starting answers nobody.
+        await _until_live(self._rig)
+        if await self._held():
+            return
+        before = self._disturbances()
         async with grpc.aio.insecure_channel(self._rig.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             task = asyncio.create_task(call(stub, self._probe, timeout_s=15.0, mode="REMOTE"))
@@ -313,10 +318,31 @@ class _Attack:
             start = time.monotonic()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            while await self._held() and time.monotonic() - start < FREE_AFTER_S:  # noqa: ASYNC110
-                await asyncio.sleep(_FREE_POLL_S)
-        if lives == [worker.num_lives for worker in self._rig.workers]:
-            self.tally.free_ms.append((time.monotonic() - start) * 1000)
+            free_ms = await self._until_free(start)
+        if self._disturbances() != before:
+            return  # a death or a freeze takes its own time
+        if max(free_ms.values()) > (LEASE_S + 1.0) * 1000:
+            self.tally.notes.append(f"{free_ms} ms after a cancel, held: {await self._held()}")
+        for side, took_ms in free_ms.items():
+            self.tally.free_ms[side].append(took_ms)
+
+    def _disturbances(self) -> tuple[int, ...]:
+        return self.tally.num_faults, *(worker.num_lives for worker in self._rig.workers)
+
+    async def _until_free(self, start: float) -> dict[str, float]:
+        """Time from `start` until each side holds nothing, and goes on doing so, ms."""
+        free_ms: dict[str, float] = {}
+        while len(free_ms) < len(SIDES) and time.monotonic() - start < FREE_AFTER_S:
+            held = await self._held()
+            now_ms = (time.monotonic() - start) * 1000
+            for side in SIDES:
+                if any(name.startswith(side) for name in held):
+                    free_ms.pop(side, None)
+                else:
+                    free_ms.setdefault(side, now_ms)
+            await asyncio.sleep(_FREE_POLL_S)
+        late_ms = (time.monotonic() - start) * 1000
+        return {side: free_ms.get(side, late_ms) for side in SIDES}
 
 
 def _heal(worker: RigWorker) -> None:
@@ -338,7 +364,7 @@ async def _until_live(rig: Rig) -> None:
 
 def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
     tally, findings = attack.tally, attack.load.findings
-    free_ms = sorted(tally.free_ms)
+    free_ms = sorted(map(max, zip(*tally.free_ms.values(), strict=True)))
     total = findings.num_answered + findings.codes.total()
     result = BenchResult("chaos handoff")
     result.figures = {
@@ -355,6 +381,10 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         "cancels_timed": len(free_ms),
         "time_to_free_p50_ms": _quantile(free_ms, 0.5),
         "time_to_free_p99_ms": _quantile(free_ms, 0.99),
+        **{
+            f"time_to_free_{side}_p99_ms": _quantile(sorted(values), 0.99)
+            for side, values in tally.free_ms.items()
+        },
         "aimed_step_ms": STEP_MS,
         **{f"example_{i}": text for i, text in enumerate((*findings.examples, *tally.notes[:5]))},
     }
