@@ -26,8 +26,8 @@ log = get_logger(__name__)
 _PULL_SLICE_S = 0.004  # then commands and messages are looked at
 _STEP_BYTES = 8 * MIB  # copied between two looks at the time
 _STEP_BLOCKS = 64  # and not more of them, however small
-_PULLED_A_MESSAGE = 64
-_PULLED_AFTER_S = 0.01  # by then DONE has said it of most handoffs
+_PULLED_A_MESSAGE = 256
+_PULLED_AFTER_S = 0.02  # by then DONE has said it of most handoffs
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
 
