@@ -93,6 +93,7 @@ class Offer:
     held: list[BlockId] = field(default_factory=list)
     num_flights: int = 0
     armed_at: float = float("inf")
+    is_unpinning: bool = False
     outcome: str = ""
 
 
@@ -230,7 +231,9 @@ class PrefillWorker(PrefillEnd):
     def unpin_all(self) -> None:
         """Memory is short: have blocks back as soon as they are pulled."""
         for offer in self.offers.values():
-            if not offer.outcome and offer.request.number not in self._jobs:
+            is_lent = not offer.outcome and offer.request.number not in self._jobs
+            if is_lent and not offer.is_unpinning:
+                offer.is_unpinning = True  # asked once is enough
                 self._apply(offer, offer.machine.unpin())
 
     def _compute(self, request: Request, index: int, block: BlockId) -> BlockId:

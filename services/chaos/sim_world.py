@@ -195,8 +195,8 @@ class Worker:
 
     def check(self) -> None:
         """Compare the pool with the ledger: no block lost, none in two places."""
-        counts = self.pool.counts()
-        if counts.in_use != len(self.ledger):
+        if self.pool.num_available + len(self.ledger) != self.num_blocks:
+            counts = self.pool.counts()
             raise Violation(f"{self.name}: {counts} but {len(self.ledger)} blocks are held")
         self._num_events += 1
         if self._num_events % _FULL_CHECK_EVERY == 0:
