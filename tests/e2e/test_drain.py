@@ -18,7 +18,7 @@ from tests.support.generate import Answer, collect, generate, request
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 6
-NUM_TOKENS = 700  # a second or more of decoding, to be moved in the middle
+NUM_TOKENS = 1500  # seconds of decoding, to be moved in the middle
 
 
 def _body(index: int) -> inference_pb2.GenerateRequest:
@@ -91,5 +91,5 @@ def test_draining_a_decode_worker_under_load_fails_no_request(toy_dir: Path) -> 
         assert moved, "nothing was moved: the streams ended before the worker was told to stop"
         for timing in moved:
             assert timing.decode_worker != victim.worker_id
-            assert 0 < timing.migration_gap_us < 2_000_000
+            assert 0 < timing.migration_gap_us < 5_000_000  # a busy machine; 0.1 to 0.5 s is usual
         cluster.assert_no_blocks_in_use()
