@@ -27,6 +27,11 @@ def _has_all(decode: DecodeEnd, blocks: Sequence[int], wanted: list[bytes]) -> b
     return [decode.memory.blocks[block].tobytes() for block in blocks] == wanted
 
 
+def _pulled(prefill: PrefillEnd) -> set[int]:
+    offered = prefill.source._offers.by_key("p")
+    return set() if offered is None else offered.machine._pulled
+
+
 def _reuse(prefill: PrefillEnd, event: SourceUnpinned) -> None:
     """Another request gets the blocks at once."""
     for block in event.block_ids:
@@ -44,6 +49,8 @@ def test_pulled_blocks_are_reused_while_the_rest_crosses(plane: str, tmp_path: P
         lent = prefill.seal("p", 0, 12)
         wanted = prefill.content("p")
         wait_until(lambda: _has_all(decode, blocks[:12], wanted))
+        # PULLED is said a moment after the copy; FINAL must not overtake it here.
+        wait_until(lambda: len(_pulled(prefill)) == 12)
         prefill.source.unpin("p")
         lent += prefill.seal("p", 12, 8)
         wanted = prefill.content("p")
