@@ -27,7 +27,7 @@ _PULL_SLICE_S = 0.004  # then commands and messages are looked at
 _STEP_BYTES = 8 * MIB  # copied between two looks at the time
 _STEP_BLOCKS = 64  # and not more of them, however small
 _PULLED_A_MESSAGE = 256
-_PULLED_AFTER_S = 0.02  # by then DONE has said it of most handoffs
+_PULLED_AFTER_S = 0.0  # at the end of a turn: memory may be short at the peer
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
 
