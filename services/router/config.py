@@ -18,7 +18,7 @@ class LinkConfig:
     ping_interval_s: float = 0.5
     lagging_after_s: float = 1.0  # silent for so long: no new work
     cut_after_s: float = 2.0  # silent for so long: the Link is cut
-    resume_grace_s: float = 0.7  # a broken Link that is not back by then has lost its requests
+    resume_grace_s: float = 0.5  # a broken Link that is not back by then has lost its requests
     frozen_grace_s: float = 0.4  # the same for one that was cut for silence
     max_backoff_s: float = 1.0
     ack_delay_s: float = 0.05
