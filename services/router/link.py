@@ -26,6 +26,7 @@ from services.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 PROTO = 1
+_CLOSE_TIMEOUT_S = 0.1
 _FIRST_BACKOFF_S = 0.05
 
 LinkCall = grpc.aio.StreamStreamCall[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
@@ -216,8 +217,10 @@ class WorkerLink:
                 call.cancel()
         finally:
             # Not in a task of its own: a channel outlives nothing it was opened for.
-            with suppress(grpc.RpcError):
-                await channel.close()
+            # Bounded: what was cut must be told of at once, however long a dead peer's close takes.
+            with suppress(grpc.RpcError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await channel.close()
 
     async def _check_who_answers(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
         """Ask before attaching: another worker may have got the address.
@@ -241,7 +244,7 @@ class WorkerLink:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
         for task in done:
             task.result()
 
