@@ -244,7 +244,10 @@ class WorkerLink:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
+            # gather, for it also takes the exceptions of the tasks that did not end first.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()
 
