@@ -97,13 +97,17 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """next_index holds one entry per choice."""
+    """next_index holds one entry per choice. A worker that holds another attempt of the request has
+    lost this one: its work item was never read.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
+    attempt: _builtins.int
     @_builtins.property
     def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -111,10 +115,11 @@ class Resume(_message.Message):
         *,
         request: _builtins.int = ...,
         next_index: _abc.Iterable[_builtins.int] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_index", b"next_index", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
 from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
-from services.router.link import WorkerLink
+from services.router.link import ResumePoint, WorkerLink
 from services.router.output_buffer import OutputBuffer
 from services.router.policy import (
     LOCAL,
@@ -554,10 +554,10 @@ class Conductor:
 
     def resume_points(
         self, worker_id: WorkerId, incarnation: Incarnation
-    ) -> Sequence[tuple[int, tuple[int, ...]]]:
+    ) -> Sequence[ResumePoint]:
         """Return what is open at a worker and how far each choice has come."""
         return [
-            (request.progress.number, tuple(leg.next_index))
+            ResumePoint(request.progress.number, leg.attempt, tuple(leg.next_index))
             for request in self._open.values()
             for leg in request.progress.legs
             if leg.is_open and leg.worker_id == worker_id and leg.incarnation == incarnation

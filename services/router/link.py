@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -30,6 +31,15 @@ _CLOSE_TIMEOUT_S = 0.1
 _FIRST_BACKOFF_S = 0.05
 
 LinkCall = grpc.aio.StreamStreamCall[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """An open work item and, per choice, the next token index wanted."""
+
+    request: int
+    attempt: int
+    next_index: tuple[int, ...]
 
 
 class LinkEvents(Protocol):
@@ -55,8 +65,8 @@ class LinkEvents(Protocol):
 
     def resume_points(
         self, worker_id: WorkerId, incarnation: Incarnation
-    ) -> Sequence[tuple[int, tuple[int, ...]]]:
-        """Requests open at this worker, with the next index wanted per choice."""
+    ) -> Sequence[ResumePoint]:
+        """Work items open at this worker."""
         ...
 
 
@@ -187,6 +197,10 @@ class WorkerLink:
                 reason = "no answer in time"
             except (grpc.RpcError, OSError) as error:
                 reason = type(error).__name__
+            except Exception as error:
+                # Whatever it was: a Link whose task has died would look up for ever.
+                log.exception("router.link_fault", worker=self.info.worker_id)
+                reason = f"a fault of this router: {type(error).__name__}"
             was_up = self.is_up
             if was_up:
                 backoff_s = 0.0
@@ -244,11 +258,12 @@ class WorkerLink:
         finally:
             for task in tasks:
                 task.cancel()
-            # gather, for it also takes the exceptions of the tasks that did not end first.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await asyncio.gather(*tasks, return_exceptions=True)
+                task.add_done_callback(_take_exception)
+            # wait, for a gather that times out still waits for what resists its cancel.
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
         for task in done:
+            if task.cancelled():  # by grpc, which cancels a read or write of a call that ended
+                raise LinkBroken("the stream was cancelled")
             task.result()
 
     async def _read(self, call: LinkCall) -> None:
@@ -268,7 +283,11 @@ class WorkerLink:
             self._wake.clear()
             # One tick later, everything this tick's handlers have to say is in one frame.
             await asyncio.sleep(0)
-            await call.write(self._next_frame())
+            frame = self._next_frame()
+            try:
+                await call.write(frame)
+            except asyncio.InvalidStateError:
+                raise LinkBroken("the stream has ended") from None
 
     async def _watch(self) -> None:
         """Ping; mark and cut a Link on which the worker is silent."""
@@ -293,7 +312,7 @@ class WorkerLink:
 
     def _attach_frame(self) -> worker_pb2.RouterFrame:
         router_id, incarnation = self._attach_as
-        points: Sequence[tuple[int, tuple[int, ...]]] = ()
+        points: Sequence[ResumePoint] = ()
         if self._incarnation is not None:
             points = self._events.resume_points(self.info.worker_id, self._incarnation)
         self._seq = 1
@@ -304,7 +323,10 @@ class WorkerLink:
                 proto_max=PROTO,
                 router_id=router_id,
                 router_incarnation=incarnation,
-                resume=[worker_pb2.Resume(request=r, next_index=n) for r, n in points],
+                resume=[
+                    worker_pb2.Resume(request=p.request, attempt=p.attempt, next_index=p.next_index)
+                    for p in points
+                ],
             ),
         )
 
@@ -398,6 +420,12 @@ class WorkerLink:
         if self._grace_timer is not None:
             self._grace_timer.cancel()
             self._grace_timer = None
+
+
+def _take_exception(task: asyncio.Task[None]) -> None:
+    """Mark a task's exception as seen: the Link has ended for another reason, or is told of it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def open_channel(address: str, config: LinkConfig) -> grpc.aio.Channel:

@@ -154,23 +154,27 @@ class RouterSession:
 
     # -- link life -------------------------------------------------------------------------
 
-    def attach(self, resume: Mapping[int, tuple[int, ...]]) -> AttachResult:
-        """A Link is up; `resume` maps a request to the next index wanted per choice."""
+    def attach(self, resume: Mapping[tuple[int, int], tuple[int, ...]]) -> AttachResult:
+        """A Link is up; (request, attempt) maps to the next index wanted per choice.
+
+        Another attempt than the one kept here is a lost one: the broken Link took it along.
+        """
         self.is_attached = True
         resend: list[Outgoing] = []
-        for request, next_index in resume.items():
+        lost: list[int] = []
+        for (request, attempt), next_index in resume.items():
             entry = self._by_request.get(request)
-            if entry is None:
+            if entry is None or entry.attempt != attempt:
+                lost.append(request)
                 continue
             entry.waiting_since = None
             resend.extend(self._replay(entry, next_index))
         cancel = tuple(
             entry.key
             for entry in self._by_request.values()
-            if entry.request not in resume and entry.ended_at is None
+            if (entry.request, entry.attempt) not in resume and entry.ended_at is None
         )
-        lost = tuple(request for request in resume if request not in self._by_request)
-        return AttachResult(tuple(resend), cancel, lost)
+        return AttachResult(tuple(resend), cancel, tuple(lost))
 
     def _replay(self, entry: Entry, next_index: tuple[int, ...]) -> Iterable[Outgoing]:
         """Everything the router may have missed of one request, in order."""

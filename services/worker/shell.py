@@ -199,7 +199,7 @@ class WorkerShell:
         if session is None:
             session = RouterSession(attach.router_id, attach.router_incarnation)
             self._sessions[attach.router_incarnation] = session
-        resume = {r.request: tuple(r.next_index) for r in attach.resume}
+        resume = {(r.request, r.attempt): tuple(r.next_index) for r in attach.resume}
         result = session.attach(resume)
         self._outboxes[session.router_incarnation] = send
         for key in result.cancel:

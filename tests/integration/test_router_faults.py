@@ -9,9 +9,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from grpc.aio._call import StreamStreamCall
 
 from services.common.errors import RequestError
 from services.common.ids import Incarnation, WorkerId
@@ -66,6 +68,36 @@ async def test_cut_link_resumes_without_gap_or_repeat(store_url: str) -> None:
         answer = await task
         assert answer.tokens() == reference(make_call(max_tokens=60))
         assert answer.ends()[0].finish_reason == "length"
+        cluster.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "fault", [asyncio.InvalidStateError(), asyncio.CancelledError(), RuntimeError("odd")]
+)
+async def test_however_a_stream_ends_its_link_comes_back(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    """A write to a stream that had just ended used to end the Link's task, which then looked up.
+
+    Requests sent on such a Link waited until their deadlines.
+    """
+    write = StreamStreamCall.write
+    faults: list[BaseException] = []
+
+    async def write_or_fail(call: Any, frame: object) -> None:
+        if faults:
+            raise faults.pop()
+        await write(call, frame)
+
+    monkeypatch.setattr(StreamStreamCall, "write", write_or_fail)
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.02)]) as cluster:
+        task = await streaming(cluster, "d0")
+        before = cluster["d0"].num_attaches + cluster["p0"].num_attaches
+        faults.append(fault)
+        await eventually(lambda: cluster["d0"].num_attaches + cluster["p0"].num_attaches > before)
+        call = make_call(max_tokens=60)
+        assert (await task).tokens() == reference(call)
+        assert (await cluster.ask(call)).tokens() == reference(call)
         cluster.assert_clean()
 
 

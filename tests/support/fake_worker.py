@@ -230,7 +230,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Send again what the router has not got; return what is not here."""
         lost = []
         for resume in attach.resume:
-            jobs = [j for j in self.jobs if j.work.request == resume.request and not j.is_cancelled]
+            wanted = (resume.request, resume.attempt)
+            jobs = [
+                j
+                for j in self.jobs
+                if (j.work.request, j.work.attempt) == wanted and not j.is_cancelled
+            ]
             if not jobs or self.forgets:
                 lost.append(resume.request)
                 continue

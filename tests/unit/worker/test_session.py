@@ -45,7 +45,7 @@ def test_resume_replays_only_what_comes_after_next_index() -> None:
     session.record(tokens(1, 3, 2), now=0.0)
     session.detach(now=0.0)
 
-    result = session.attach({1: (2,)})
+    result = session.attach({(1, 0): (2,)})
 
     assert result.resend == (
         TokensOut(key_of(1), 0, 2, (2,)),
@@ -63,7 +63,7 @@ def test_resume_replays_ticket_before_tokens_and_end_last() -> None:
         session.record(item, now=0.0)
     session.detach(now=0.0)
 
-    assert session.attach({1: (0,)}).resend == (ticket, tokens(1, 0, 1), done(1))
+    assert session.attach({(1, 0): (0,)}).resend == (ticket, tokens(1, 0, 1), done(1))
 
 
 def test_attach_without_resume_cancels_open_requests_and_names_lost_ones() -> None:
@@ -71,10 +71,23 @@ def test_attach_without_resume_cancels_open_requests_and_names_lost_ones() -> No
     session.record(done(2), now=0.0)
     session.detach(now=0.0)
 
-    result = session.attach({9: (0,)})
+    result = session.attach({(9, 0): (0,)})
 
     assert result.cancel == (key_of(1),)
     assert result.lost == (9,)
+
+
+def test_a_higher_attempt_that_never_came_is_lost_though_a_lower_one_is_known() -> None:
+    """The router sent attempt 1 on a Link that broke; it used to wait for it to its deadline."""
+    session = make_session(1, 2)
+    session.record(done(1), now=0.0)
+    session.detach(now=0.0)
+
+    result = session.attach({(1, 1): (0,), (2, 1): (0,)})
+
+    assert result.lost == (1, 2)
+    assert result.resend == ()
+    assert result.cancel == (key_of(2),)
 
 
 def test_request_is_given_up_only_after_the_grace() -> None:
@@ -88,7 +101,7 @@ def test_request_is_given_up_only_after_the_grace() -> None:
 def test_resumed_request_is_not_given_up() -> None:
     session = make_session(1)
     session.detach(now=10.0)
-    session.attach({1: (0,)})
+    session.attach({(1, 0): (0,)})
     session.detach(now=100.0)
 
     assert session.sweep(101.0) == ()
@@ -166,6 +179,6 @@ def test_any_acks_then_resume_gives_every_token_once(
 
     # A router never asks for less than it has acknowledged.
     start = max([next_index, *(index + 1 for index in acks)])
-    replayed = [t for item in session.attach({1: (start,)}).resend for t in item.token_ids]  # type: ignore[union-attr]  # all are tokens
+    replayed = [t for item in session.attach({(1, 0): (start,)}).resend for t in item.token_ids]  # type: ignore[union-attr]  # all are tokens
 
     assert replayed == sent[start:]
