@@ -552,9 +552,7 @@ class Conductor:
         cause = common_pb2.Error(message=f"worker {leg.worker_id} died or was cut off")
         self._leg_failed(request, leg, "worker_lost", cause)
 
-    def resume_points(
-        self, worker_id: WorkerId, incarnation: Incarnation
-    ) -> Sequence[ResumePoint]:
+    def resume_points(self, worker_id: WorkerId, incarnation: Incarnation) -> Sequence[ResumePoint]:
         """Return what is open at a worker and how far each choice has come."""
         return [
             ResumePoint(request.progress.number, leg.attempt, tuple(leg.next_index))

@@ -63,9 +63,7 @@ class LinkEvents(Protocol):
         """The stream broke or was cut."""
         ...
 
-    def resume_points(
-        self, worker_id: WorkerId, incarnation: Incarnation
-    ) -> Sequence[ResumePoint]:
+    def resume_points(self, worker_id: WorkerId, incarnation: Incarnation) -> Sequence[ResumePoint]:
         """Work items open at this worker."""
         ...
 
