@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.common.ids import BlockId
 from services.common.model_manifest import ModelManifest
@@ -25,6 +25,9 @@ from services.kv.digest import block_digests
 from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.models.resolved import file_digest, write_manifest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NAME = "scripted"
 CONTEXT = 4096
@@ -71,6 +74,9 @@ def make_scripted_model(model_dir: Path) -> Path:
 
 
 def _byte_tokenizer() -> Tokenizer:
+    # Here, because workers never need it: they are sent token ids.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
     tokenizer = Tokenizer(model)

