@@ -21,6 +21,7 @@ import grpc.aio
 import psutil
 from pydantic import SecretStr
 
+from services.chaos.forking import Forks
 from services.chaos.scripted_worker import SPEED_VARIABLE
 from services.chaos.tcp_proxy import TcpProxy
 from services.common.address import free_port
@@ -29,7 +30,7 @@ from services.common.config_source import dump_yaml
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.registry.embedded import EmbeddedStore
 from services.runtime.fault_points import VARIABLE
-from services.runtime.process import Child
+from services.runtime.process import Child, Launch, launch_program
 from services.runtime.runtime_dir import RuntimeDir
 
 HOST = "127.0.0.1"
@@ -61,7 +62,15 @@ class RigPlan:
 class RigWorker:
     """One worker through all its lives; ports and name stay, the incarnation does not."""
 
-    def __init__(self, name: str, role: str, planes: str, plan: RigPlan, rig_dir: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        planes: str,
+        plan: RigPlan,
+        rig_dir: Path,
+        launch: Launch = launch_program,
+    ) -> None:
         self.name = name
         self.role = role
         self.grpc = f"{HOST}:{free_port(HOST)}"
@@ -86,14 +95,15 @@ class RigWorker:
             self._environ[SPEED_VARIABLE] = plan.speed
         argv = [sys.executable, "-P", "-m", *plan.program, "--config", str(rig_dir / "rig.yaml")]
         self._argv, self._log = argv, rig_dir / f"{name}.log"
-        self.child = Child(name, argv, self._environ, self._log)
+        self._launch = launch
+        self.child = Child(name, argv, self._environ, self._log, launch)
         self.channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
 
     def spawn(self, point: str) -> None:
         """Begin the next life, with a fault point armed, or none if it is empty."""
         self.point = point
         environ = {**self._environ, VARIABLE: point} if point else self._environ
-        self.child = Child(self.name, self._argv, environ, self._log)
+        self.child = Child(self.name, self._argv, environ, self._log, self._launch)
         self.child.spawn()
         self.num_lives += 1
 
@@ -134,6 +144,8 @@ class Rig:
         """Start everything; `all_live` says when it is ready."""
         self._runtime = RuntimeDir.create(os.environ)
         path = self._runtime.path
+        # A real model's worker has threads when it is loaded: no fork would be whole.
+        self._forks = Forks() if self._plan.program == SCRIPTED else None
         try:
             self._store = EmbeddedStore.start(path)
             self._write_config(path / "rig.yaml")
@@ -142,12 +154,14 @@ class Rig:
             environ = {k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")}
             self._router = Child("router", argv, environ, path / "router.log")
             self._router.spawn()
+            launch = launch_program if self._forks is None else self._forks.launch
             for name, role, planes in _names(self._plan):
-                worker = RigWorker(name, role, planes, self._plan, path)
+                worker = RigWorker(name, role, planes, self._plan, path, launch)
                 self.workers.append(worker)
                 worker.spawn(self._first_point(worker))
             self._channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
         except BaseException:
+            self._close_forks()
             self._runtime.remove()
             raise
         return self
@@ -166,12 +180,17 @@ class Rig:
             if not child.wait(STOP_TIMEOUT_S):
                 child.send(signal.SIGKILL)
                 child.wait(STOP_TIMEOUT_S)
+        self._close_forks()
         for worker in self.workers:
             worker.proxy.stop()
             await worker.channel.close()
         await self._channel.close()
         self._store.stop()
         self._runtime.remove()
+
+    def _close_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
 
     def _write_config(self, path: Path) -> None:
         port = int(self.grpc.rpartition(":")[2])

@@ -11,7 +11,14 @@ from services.cli import exits
 from services.cli.probe import HealthProbe
 from services.cli.up_plan import PlannedProcess
 from services.common.address import family_of, free_port, join_host_port
-from services.runtime.process import Child, GiveUp, RestartPolicy, describe_status
+from services.runtime.process import (
+    Child,
+    GiveUp,
+    Launch,
+    RestartPolicy,
+    describe_status,
+    launch_program,
+)
 
 STARTING = "starting"
 READY = "ready"
@@ -91,12 +98,13 @@ class Unit:
         make_command: Callable[[PlannedProcess, int, int], list[str]],
         environ: Mapping[str, str],
         log_dir: Path,
+        launch: Launch = launch_program,
     ) -> None:
         self.plan = plan
         self.state = UnitState()
         self.grpc_port = 0
         self.http_port = 0
-        self.child: Child = Child(plan.name, [], environ, log_dir / f"{plan.name}.log")
+        self.child: Child = Child(plan.name, [], environ, log_dir / f"{plan.name}.log", launch)
         self._make_command = make_command
         self._probe: HealthProbe | None = None
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from services.cli.up_plan import Counts, PlannedProcess
     from services.cli.up_view import View
     from services.common.config import IsthmusConfig
+    from services.runtime.process import Launch
 
 _START_TIMEOUT_S = 150.0
 
@@ -98,9 +99,14 @@ def up(
     runtime_dir = RuntimeDir.create(os.environ)
     try:
         run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
-        run.engine = engine
         run.decode_dtype = None if decode_dtype is None else decode_dtype.value
-        return run.supervisor().run(start_timeout)
+        if engine is Engine.model:
+            return run.supervisor().run(start_timeout)
+        from services.chaos.forking import Forks
+
+        with Forks() as forks:
+            run.launch_scripted = forks.launch
+            return run.supervisor().run(start_timeout)
     finally:
         runtime_dir.remove()
 
@@ -131,7 +137,7 @@ class _Run:
             else f"logs: {log_dir}"
         )
         self._config_path = runtime_dir / "isthmus.yaml"
-        self.engine = Engine.model
+        self.launch_scripted: Launch | None = None  # None = workers compute with the model
         self.decode_dtype: str | None = None
 
     def supervisor(self) -> Supervisor:
@@ -222,15 +228,18 @@ class _Run:
 
     def _unit(self, plan: PlannedProcess) -> Unit:
         from services.cli.unit import Unit
+        from services.runtime.process import launch_program
 
+        launch: Launch = launch_program
         if plan.role != "router":
             (self._runtime_dir / f"{plan.role}-{plan.name.split('-')[1]}").mkdir(mode=0o700)
-        return Unit(plan, self._command, _child_environ(os.environ), self._log_dir)
+            launch = self.launch_scripted or launch_program
+        return Unit(plan, self._command, _child_environ(os.environ), self._log_dir, launch)
 
     def _command(self, plan: PlannedProcess, grpc_port: int, http_port: int) -> list[str]:
         from services.cli.up_plan import MODEL_WORKER, SCRIPTED_WORKER
 
-        worker = SCRIPTED_WORKER if self.engine is Engine.scripted else MODEL_WORKER
+        worker = SCRIPTED_WORKER if self.launch_scripted else MODEL_WORKER
         return plan.command(sys.executable, self._config_path, grpc_port, http_port, worker)
 
     def _view(self) -> View:

@@ -6,9 +6,10 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 PARENT_VARIABLE = "ISTHMUS_PARENT_PID"
 MAX_LOG_BYTES = 32 << 20
@@ -32,6 +33,45 @@ def die_with_parent(environ: Mapping[str, str]) -> bool:
     return os.getppid() == int(expected)
 
 
+class Launched(Protocol):
+    """The part of subprocess.Popen that a Child needs."""
+
+    returncode: int | None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit status, None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Signal this process and no other that may have its number by now."""
+        ...
+
+
+# Starts a process: its arguments, its environment, and where its output goes.
+Launch = Callable[[Sequence[str], Mapping[str, str], int], Launched]
+
+
+def launch_program(argv: Sequence[str], environ: Mapping[str, str], log_fd: int) -> Launched:
+    """Start a program in a session of its own: Ctrl-C reaches the supervisor, which stops it."""
+    return subprocess.Popen(
+        argv,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=log_fd,
+        stderr=log_fd,
+        start_new_session=True,
+    )
+
+
 class Child:
     """One child process whose output goes to a log file.
 
@@ -39,13 +79,19 @@ class Child:
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], environ: Mapping[str, str], log_path: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        log_path: Path,
+        launch: Launch = launch_program,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self.argv = list(argv)
+        self.launch = launch
         self._environ = dict(environ)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Launched | None = None
 
     @property
     def pid(self) -> int | None:
@@ -59,14 +105,7 @@ class Child:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         log_fd = os.open(self.log_path, flags, 0o600)
         try:
-            self._process = subprocess.Popen(
-                self.argv,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
-                start_new_session=True,  # Ctrl-C reaches the supervisor only; it stops us in order
-            )
+            self._process = self.launch(self.argv, environ, log_fd)
         finally:
             os.close(log_fd)
 
