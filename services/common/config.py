@@ -121,7 +121,7 @@ class WorkerSettings(Section):
 class TransferSettings(Section):
     """How KV crosses between workers."""
 
-    planes: tuple[Literal["memfd", "zmq"], ...] = setting(
+    planes: tuple[Literal["memfd", "cuda_ipc", "nccl", "zmq"], ...] = setting(
         ("memfd", "zmq"), "planes this worker may use, best first", min_length=1
     )
     lease_ms: int = setting(

@@ -92,6 +92,8 @@ class PeerDetail(_message.Message):
     PLANES_FIELD_NUMBER: _builtins.int
     UDS_PATH_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    GROUP_BACKEND_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     host_id: _builtins.str
     uid: _builtins.int
@@ -99,6 +101,10 @@ class PeerDetail(_message.Message):
     uds_path: _builtins.str
     wire_dtype: _builtins.str
     """KV dtype of DATA; "" = as stored. Both ends must want the same"""
+    device: _builtins.str
+    """"cpu" or "cuda": where the pool is computed on"""
+    group_backend: _builtins.str
+    """of the nccl plane's groups: "nccl", "gloo", "" = none"""
     @_builtins.property
     def identity_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """so that a mismatch can be named"""
@@ -119,10 +125,12 @@ class PeerDetail(_message.Message):
         planes: _abc.Iterable[_common_pb2.Plane.ValueType] | None = ...,
         uds_path: _builtins.str = ...,
         wire_dtype: _builtins.str = ...,
+        device: _builtins.str = ...,
+        group_backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "identity_fields", b"identity_fields", "kv_identity_fp", b"kv_identity_fp", "layout", b"layout", "planes", b"planes", "role", b"role", "uds_path", b"uds_path", "uid", b"uid", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "group_backend", b"group_backend", "host_id", b"host_id", "identity_fields", b"identity_fields", "kv_identity_fp", b"kv_identity_fp", "layout", b"layout", "planes", b"planes", "role", b"role", "uds_path", b"uds_path", "uid", b"uid", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,6 +734,164 @@ class DoneTransfer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DoneTransfer: _TypeAlias = DoneTransfer  # noqa: Y015
+
+@_typing.final
+class JoinGroup(_message.Message):
+    """The nccl plane. A group is named by both incarnations and a number decode counts up; what its
+    two ranks tell each other while it is built travels as GroupEntry, not by a store of its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    frame_bytes: _builtins.int
+    """of the largest frame this peer will ask for"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        frame_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_bytes", b"frame_bytes", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinGroup: _TypeAlias = JoinGroup  # noqa: Y015
+
+@_typing.final
+class GroupJoined(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    slot_bytes: _builtins.int
+    """of a staging slot: no batch is longer"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "slot_bytes", b"slot_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupJoined: _TypeAlias = GroupJoined  # noqa: Y015
+
+@_typing.final
+class GroupEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    key: _builtins.bytes
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "number", b"number", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupEntry: _TypeAlias = GroupEntry  # noqa: Y015
+
+@_typing.final
+class LeaveGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveGroup: _TypeAlias = LeaveGroup  # noqa: Y015
+
+@_typing.final
+class GroupBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    batch: _builtins.int
+    """counts within the group; receives are posted in this order"""
+    frame_bytes: _builtins.int
+    num_frames: _builtins.int
+    @_builtins.property
+    def data(self) -> Global___Data:
+        """what the frames are, as in DATA"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        frame_bytes: _builtins.int = ...,
+        num_frames: _builtins.int = ...,
+        data: Global___Data | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data", b"data", "frame_bytes", b"frame_bytes", "num_frames", b"num_frames", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupBatch: _TypeAlias = GroupBatch  # noqa: Y015
+
+@_typing.final
+class GroupGo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    IS_REFUSED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    batch: _builtins.int
+    is_refused: _builtins.bool
+    """neither side enters the group for it"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        is_refused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "is_refused", b"is_refused", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupGo: _TypeAlias = GroupGo  # noqa: Y015
 
 @_typing.final
 class Closed(_message.Message):

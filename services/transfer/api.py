@@ -51,7 +51,7 @@ class FinalInfo:
 class TransferStats:
     """What a finished transfer did, for traces and metrics."""
 
-    plane: str  # "memfd", "zmq", or "" when it never opened
+    plane: str  # of planes.PLANES_BEST_FIRST, or "" when it never opened
     peer: str
     size_bytes: int = 0
     blocks_moved: int = 0

@@ -23,7 +23,12 @@ _MAX_TRACEPARENT = 256
 _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
 
-_PLANE_OF = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
+_PLANE_OF = {
+    "memfd": common_pb2.PLANE_MEMFD,
+    "cuda_ipc": common_pb2.PLANE_CUDA_IPC,
+    "nccl": common_pb2.PLANE_NCCL,
+    "zmq": common_pb2.PLANE_ZMQ,
+}
 _NAME_OF = {number: name for name, number in _PLANE_OF.items()}
 
 

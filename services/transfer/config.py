@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from services.common.errors import ConfigError
 from services.transfer.pairing import AS_STORED, WIRE_DTYPES
+from services.transfer.planes import DEFAULT_PLANES, PLANES_BEST_FIRST
 
 KIB = 1024
 MIB = 1024 * KIB
 
-PLANES_BEST_FIRST = ("memfd", "zmq")
 MAX_DATA_MESSAGE_BYTES = 4 * MIB
 
 
@@ -18,7 +18,7 @@ MAX_DATA_MESSAGE_BYTES = 4 * MIB
 class TransferConfig:
     """Settings of one worker's transfer ends; seconds, bytes and counts, checked when made."""
 
-    planes: tuple[str, ...] = PLANES_BEST_FIRST  # allowed planes; the order is always best first
+    planes: tuple[str, ...] = DEFAULT_PLANES  # allowed planes; the order is always best first
     ticket_ttl_s: float = 5.0  # an offer without OPEN is taken back after this
     lease_s: float = 10.0  # an opened transfer without a sign of life is taken back after this
     tombstone_s: float = 60.0  # how long a closed transfer answers duplicates
@@ -39,6 +39,11 @@ class TransferConfig:
     verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
     max_transfers: int = 1024
     max_peers: int = 256
+    max_groups: int = 32  # nccl plane: two-rank groups of one end, those being aborted included
+    group_build_timeout_s: float = 2.0  # from JOIN to a group that can be used
+    group_batch_timeout_s: float = 3.0  # a batch inside the group; then it is aborted
+    group_retry_s: float = 30.0  # after an abort the pair stays on another plane this long
+    group_slots: int = 4  # staging slots of a group, at each end
     max_bad_frames: int = 16  # then the peer's frames are dropped unread for a minute
     curve_key_file: str | None = None  # key pair shared by the workers of one cluster
     allow_plaintext_kv: bool = False  # plaintext beyond loopback
@@ -54,7 +59,8 @@ class TransferConfig:
         positive = (
             "ticket_ttl_s lease_s tombstone_s connect_timeout_s open_timeout_s max_wait_s "
             "max_transfer_s progress_timeout_s min_rate_bytes_s ping_interval_s ping_misses "
-            "window_bytes receive_budget_bytes max_data_in_flight max_transfers max_peers"
+            "window_bytes receive_budget_bytes max_data_in_flight max_transfers max_peers "
+            "max_groups group_build_timeout_s group_batch_timeout_s group_retry_s group_slots"
         )
         for name in positive.split():
             if getattr(self, name) <= 0:

@@ -15,8 +15,8 @@ from pathlib import Path
 from services.kv.layout import KvIdentity, KvLayout, first_mismatch
 from services.pb import transfer_pb2 as pb
 from services.transfer.codec import clip, parse, plane_name, plane_number, reject_body
-from services.transfer.config import PLANES_BEST_FIRST
 from services.transfer.pairing import AS_STORED, mismatch
+from services.transfer.planes import PLANES_BEST_FIRST
 from services.transfer.values import RejectCode
 from services.transfer.wire import MessageType, WireError
 
@@ -53,6 +53,8 @@ class LocalEnd:
     nonce: bytes = b""
     num_blocks: int = 0
     wire_dtype: str = AS_STORED
+    device: str = "cpu"  # where the pool is computed on: "cpu" or "cuda"
+    group_backend: str = ""  # of the nccl plane's groups: "nccl", "gloo", or none at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,21 @@ def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
     for plane in PLANES_BEST_FIRST:
         if plane not in end.planes or plane not in theirs:
             continue
-        same_host = (detail.host_id, detail.uid) == (end.host_id, end.uid)
-        if plane == "memfd" and not (same_host and end.uds_path):
-            continue
-        return plane
+        if _is_possible(plane, end, detail):
+            return plane
     raise Incompatible("planes", ",".join(end.planes), ",".join(sorted(theirs)) or "none")
+
+
+def _is_possible(plane: str, end: LocalEnd, detail: pb.PeerDetail) -> bool:
+    """Tell whether a plane both allow can carry KV from this pool to that peer."""
+    same_host = (detail.host_id, detail.uid) == (end.host_id, end.uid) and bool(end.uds_path)
+    if plane == "memfd":
+        return same_host and end.device == "cpu"
+    if plane == "cuda_ipc":
+        return same_host and end.device == detail.device == "cuda"
+    if plane == "nccl":
+        return end.group_backend != "" and end.group_backend == detail.group_backend
+    return True
 
 
 def _check_identity(end: LocalEnd, detail: pb.PeerDetail) -> None:
@@ -253,6 +265,8 @@ def _detail(end: LocalEnd) -> pb.PeerDetail:
         planes=[plane_number(plane) for plane in end.planes],
         uds_path=end.uds_path,
         wire_dtype=end.wire_dtype,
+        device=end.device,
+        group_backend=end.group_backend,
     )
 
 

@@ -18,6 +18,7 @@ from enum import Enum, IntEnum
 import numpy as np
 
 from services.common.ids import BlockId
+from services.transfer.planes import MAPPED_PLANES, SENT_PLANES
 from services.transfer.values import FinalArgs, ReadyArgs, RejectCode, U64Array
 
 
@@ -68,6 +69,7 @@ class ReceiverPolicy:
     close_retry_s: float = 0.25
     close_tries: int = 4
     max_reconnects: int = 1
+    max_plane_losses: int = 2
 
 
 # ---- actions ----------------------------------------------------------------------------------
@@ -209,13 +211,13 @@ class ReceiverTransfer:
         self._pending = 0  # announced, not verified
         self._granted = 0  # cumulative credit of this connection
         self._accounted = 0  # of it: arrived, or given up as lost
-        self._num_stalls = self._num_reconnects = self._tries = 0
+        self._num_stalls = self._num_reconnects = self._num_plane_losses = self._tries = 0
         self._peer_gone = False
         self._phase_deadline = now + policy.connect_timeout_s
         self._retry_at = now
         self._transfer_deadline = now + policy.max_transfer_s
         self._progress_at = self._stall_base = now
-        self._has_gap = False
+        self._has_gap = self._is_open_there = False
         self._gap_open_at = now
         self._ended = False
 
@@ -376,6 +378,19 @@ class ReceiverTransfer:
             return self._fail("handoff_failed", "the prefill worker is gone", True)
         self._num_reconnects += 1
         self.state = ReceiverState.CONNECTING
+        self._is_open_there = False
+        self._phase_deadline = now + self._policy.connect_timeout_s
+        return [Connect()]
+
+    def on_plane_lost(self, why: str, now: float) -> list[ReceiverAction]:
+        """Go on over whatever plane the connection has left, with the blocks that are verified."""
+        if self.state not in _LIVE or self.state is ReceiverState.CONNECTING:
+            return []
+        self._num_plane_losses += 1
+        if self._num_plane_losses > self._policy.max_plane_losses:
+            return self._fail("handoff_failed", f"plane {self.plane} was lost again: {why}", True)
+        self.state = ReceiverState.CONNECTING
+        self._is_open_there = True  # unlike after a broken connection, an ABORT gets through
         self._phase_deadline = now + self._policy.connect_timeout_s
         return [Connect()]
 
@@ -407,7 +422,7 @@ class ReceiverTransfer:
     def take_pulls(self, limit: int) -> list[Pull]:
         """Return up to `limit` blocks to copy now (memfd)."""
         pulls: list[Pull] = []
-        if self.plane != "memfd" or self.state is not ReceiverState.PULLING:
+        if self.plane not in MAPPED_PLANES or self.state is not ReceiverState.PULLING:
             return pulls
         while self._pull_queue and len(pulls) < limit:
             index, _ = self._pull_queue.popitem(last=False)
@@ -418,7 +433,7 @@ class ReceiverTransfer:
 
     def has_pulls(self) -> bool:
         """Tell whether `take_pulls` would return something."""
-        is_pulling = self.plane == "memfd" and self.state is ReceiverState.PULLING
+        is_pulling = self.plane in MAPPED_PLANES and self.state is ReceiverState.PULLING
         return is_pulling and bool(self._pull_queue)
 
     def on_block(
@@ -456,7 +471,7 @@ class ReceiverTransfer:
 
     def credit_wanted(self) -> int:
         """Bytes of announced blocks no credit covers yet."""
-        if self.plane != "zmq" or self.state is not ReceiverState.PULLING:
+        if self.plane not in SENT_PLANES or self.state is not ReceiverState.PULLING:
             return 0
         return max(0, self._pending * self.frame_bytes - self.outstanding_bytes)
 
@@ -516,14 +531,15 @@ class ReceiverTransfer:
             self._stall_base = latest
             return []
         self._progress_at = self._stall_base = now
-        if self.plane == "zmq" and self.outstanding_bytes > 0:
+        if self.plane in SENT_PLANES and self.outstanding_bytes > 0:
             self._num_stalls += 1
             if self._num_stalls > self._policy.max_nacks:
                 return self._fail("handoff_failed", "no progress on the KV link", True)
             lost = [i for i, slot in enumerate(self._slots) if slot is Slot.ANNOUNCED]
             self._accounted = self._granted
             return [*self._nack(lost, "no progress"), self._open(now)]
-        if self._pending == 0 or (self.plane == "memfd" and not self._pull_queue):
+        is_mapped = self.plane in MAPPED_PLANES
+        if self._pending == 0 or (is_mapped and not self._pull_queue):
             # Waiting for prefill to compute, or for a READY that was lost, be it the answer to a
             # NACK: OPEN has it repeated.
             return [self._open(now)]
@@ -569,11 +585,11 @@ class ReceiverTransfer:
         self._digests[part] = list(ready.digests)
         self._slots[part] = [Slot.ANNOUNCED] * count
         self._pending += count
-        if self.plane == "memfd":
+        if self.plane in MAPPED_PLANES:
             self._pull_queue.update(dict.fromkeys(range(ready.lo, ready.hi)))
 
     def _queue_pull(self, index: int) -> None:
-        if self.plane == "memfd":
+        if self.plane in MAPPED_PLANES:
             self._pull_queue[index] = None
 
     def _nack(self, indexes: list[int], why: str) -> list[ReceiverAction]:
@@ -584,7 +600,7 @@ class ReceiverTransfer:
                 return self._fail("handoff_failed", f"block {index} was wrong too often", True)
         if self._peer_gone:
             return self._fail("handoff_failed", "a block is wrong and its owner is gone", True)
-        if self.plane == "memfd" and self.num_blocks in indexes:
+        if self.plane in MAPPED_PLANES and self.num_blocks in indexes:
             self._queue_pull(self.num_blocks)  # FINAL is not repeated: read the tail again
         blocks = tuple(i for i in indexes if i < self.num_blocks)
         return [SendNack(blocks, self.num_blocks in indexes, why), WorkReady()]
@@ -616,7 +632,8 @@ class ReceiverTransfer:
         return SendDone(folded, self.blocks_moved * self.frame_bytes)
 
     def _fail(self, code: str, message: str, can_recompute: bool) -> list[ReceiverAction]:
-        was_open = self.state is not ReceiverState.CONNECTING and not self._peer_gone
+        is_open = self.state is not ReceiverState.CONNECTING or self._is_open_there
+        was_open = is_open and not self._peer_gone
         self.state = ReceiverState.ABORTING
         self._ended = True
         self._pull_queue.clear()
@@ -634,7 +651,7 @@ class ReceiverTransfer:
     def _can_finish_alone(self) -> bool:
         # A refused block waits for its owner's word and is not queued: that word will not come.
         is_known = self.final is not None and len(self._pull_queue) == self._num_missing
-        return self.plane == "memfd" and is_known and self.state in _OPENED
+        return self.plane in MAPPED_PLANES and is_known and self.state in _OPENED
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant is broken."""

@@ -18,6 +18,7 @@ from enum import Enum
 
 from services.common.ids import BlockId
 from services.kv.layout import KvLayout
+from services.transfer.planes import MAPPED_PLANES, SENT_PLANES
 from services.transfer.values import (
     FinalBlocks,
     OpenArgs,
@@ -281,7 +282,7 @@ class SenderTransfer:
         self.plane = args.plane
         self.wire = args.wire
         self._peer_lost = False
-        self._peer_quiet = args.plane != "memfd"
+        self._peer_quiet = args.plane not in MAPPED_PLANES
         self._granted = 0
         self._nacks.clear()
         self._pulled.clear()
@@ -302,7 +303,7 @@ class SenderTransfer:
         if not self._is_owner(peer, attempt) or not 0 <= lo < hi <= self.num_blocks + 1:
             return []
         self._touch(now)
-        if self.plane == "memfd":  # what is sent was counted then
+        if self.plane in MAPPED_PLANES:  # what is sent was counted then
             self.blocks_moved += hi - lo
             self.bytes_moved += (hi - lo) * self.frame_bytes
         self._pulled.update(range(lo, min(hi, len(self.block_ids))))
@@ -343,7 +344,7 @@ class SenderTransfer:
             self._nacks[index] = self._nacks.get(index, 0) + 1
             if self._nacks[index] > self._policy.max_nacks:
                 return self._abort("aborted", f"block {index} refused too often", now, True)
-        if self.plane == "zmq":
+        if self.plane in SENT_PLANES:
             waiting = set(self._resend)
             self._resend.extend(i for i in wanted if i in self._sent and i not in waiting)
             return [DataReady(peer)]
@@ -366,7 +367,7 @@ class SenderTransfer:
         if self.final is None or self.state is SenderState.ABORTING:
             early = self._abort("aborted", "DONE before FINAL", now, tell_peer=False)
             return [SendClosed(peer, attempt), *early]
-        if self.plane == "memfd":
+        if self.plane in MAPPED_PLANES:
             # Only the reader knows; the last PULLED may be behind its DONE.
             self.blocks_moved = min(size_bytes // self.frame_bytes, self.num_blocks + 1)
             self.bytes_moved = self.blocks_moved * self.frame_bytes
@@ -402,7 +403,7 @@ class SenderTransfer:
 
     def take_data(self) -> DataOut | None:
         """Return the next DATA message the credit allows, and count it as in flight."""
-        if self.plane != "zmq" or self.owner is None:
+        if self.plane not in SENT_PLANES or self.owner is None:
             return None
         if self.state not in (SenderState.STREAMING, SenderState.DRAINING):
             return None

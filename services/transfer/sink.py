@@ -25,6 +25,7 @@ from services.transfer.loop import Inbox, Timers
 from services.transfer.pairing import AS_STORED, wire_layout
 from services.transfer.peer_link import LinkState, PeerLink
 from services.transfer.placement import Placement
+from services.transfer.planes import SENT_PLANES
 from services.transfer.receive import OpenRequest, Receive, target_of
 from services.transfer.receive_table import ReceiveTable
 from services.transfer.receiver import ReceiverAction, ReceiverPolicy, ReceiverTransfer
@@ -340,7 +341,7 @@ class TransferSink:
             why = "the ticket and the prefill worker name different block sizes"
             self.on_connect_failed(receive, "incompatible", why)
             return
-        wire_dtype = self._config.wire_dtype if receive.plane == "zmq" else AS_STORED
+        wire_dtype = self._config.wire_dtype if receive.plane in SENT_PLANES else AS_STORED
         wire = wire_layout(link.layout, self._layout, wire_dtype)
         receive.conversion = None
         if not (link.layout.is_same(self._layout) and wire.is_same(self._layout)):

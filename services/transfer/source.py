@@ -33,6 +33,7 @@ from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
 from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.peer_table import Mutes, PeerTable
+from services.transfer.planes import SENT_PLANES
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
 from services.transfer.values import FinalBlocks, Peer, RejectCode
@@ -512,7 +513,7 @@ class TransferSource:
         if args.attempt != header.attempt:
             raise WireError("attempt")
         info = self._peers.get(peer.base)
-        if args.plane == "memfd" and (info is None or info.plane != "memfd"):
+        if args.plane != "zmq" and (info is None or info.plane != args.plane):
             detail = "plane was not agreed"
             self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
             return
@@ -540,7 +541,7 @@ class TransferSource:
     def _wire_of(self, request: pb.Open) -> KvLayout | None:
         """Return what a frame is if the OPEN does not want blocks as they are."""
         # A mapped pool is read as it is; only what is sent can be converted.
-        is_sent = codec.plane_name(request.plane) == "zmq"
+        is_sent = codec.plane_name(request.plane) in SENT_PLANES
         agreed = self._config.wire_dtype if is_sent else AS_STORED
         layers = (request.layer_lo, request.layer_hi)
         heads = (request.head_lo, request.head_hi)
@@ -582,7 +583,7 @@ class TransferSource:
                 self.counters.unpinned += len(action.block_ids)
                 self._on_event(SourceUnpinned(offered.offer.key, action.block_ids))
             elif isinstance(action, sender.DataReady):
-                if machine.plane == "zmq":
+                if machine.plane in SENT_PLANES:
                     self._pump.wants(action.peer.base, machine.xfer_id)
             else:
                 self._send_action(offered, action)

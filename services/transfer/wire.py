@@ -48,6 +48,12 @@ class MessageType(IntEnum):
     PING = 19
     PONG = 20
     DRAIN = 21
+    GROUP_JOIN = 40
+    GROUP_JOINED = 41
+    GROUP_ENTRY = 42
+    GROUP_LEAVE = 43
+    GROUP_BATCH = 44
+    GROUP_GO = 45
 
 
 _SMALL = 8 * KIB
@@ -58,6 +64,7 @@ _MAX_BODY: dict[MessageType, int] = {
     MessageType.FINAL: 64 * KIB,
     MessageType.DATA: 256 * KIB,  # converted frames bring their digests
     MessageType.NACK: 256 * KIB,
+    MessageType.GROUP_BATCH: 256 * KIB,
     MessageType.RENEW: 64 * KIB,
     MessageType.RENEWED: 64 * KIB,
 }

@@ -10,7 +10,12 @@ from services.pb import common_pb2, worker_pb2
 from services.worker import convert
 from services.worker.session import DoneOut, Outgoing, TicketOut
 
-_PLANES = {"memfd": common_pb2.PLANE_MEMFD, "zmq": common_pb2.PLANE_ZMQ}
+_PLANES = {
+    "memfd": common_pb2.PLANE_MEMFD,
+    "cuda_ipc": common_pb2.PLANE_CUDA_IPC,
+    "nccl": common_pb2.PLANE_NCCL,
+    "zmq": common_pb2.PLANE_ZMQ,
+}
 
 
 def add_outputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from services.transfer.handshake import (
     read_incompatible,
     read_welcome,
 )
+from services.transfer.planes import PLANES_BEST_FIRST
 from services.transfer.values import RejectCode
 from services.transfer.wire import MessageType, WireError
 from tests.support.transfer_ends import IDENTITY, LAYOUT
@@ -64,6 +66,28 @@ def test_no_common_plane_is_incompatible() -> None:
     answer = answer_hello(PREFILL, hello_body(decode))
     assert answer.type is MessageType.INCOMPATIBLE
     assert read_incompatible(answer.body).field == "planes"
+
+
+GPU = {"planes": PLANES_BEST_FIRST, "device": "cuda", "group_backend": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "plane"),
+    [
+        (GPU, GPU, "cuda_ipc"),
+        (GPU, {**GPU, "host_id": "host-b"}, "nccl"),
+        (GPU, {**GPU, "host_id": "host-b", "group_backend": ""}, "zmq"),
+        (GPU, {**GPU, "device": "cpu", "group_backend": "gloo"}, "zmq"),  # not the mirror's memfd
+        ({**GPU, "device": "cpu", "group_backend": "gloo"}, GPU, "memfd"),
+        ({"planes": ("nccl", "zmq"), "group_backend": "gloo"},) * 2 + ("nccl",),
+        ({"planes": ("nccl", "zmq")},) * 2 + ("zmq",),  # nothing to build groups with
+    ],
+)
+def test_the_best_plane_that_both_pools_can_have(
+    prefill: dict[str, Any], decode: dict[str, Any], plane: str
+) -> None:
+    answer = answer_hello(replace(PREFILL, **prefill), hello_body(replace(DECODE, **decode)))
+    assert answer.plane == plane
 
 
 def test_identity_mismatch_names_the_field() -> None:

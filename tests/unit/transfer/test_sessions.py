@@ -253,6 +253,50 @@ def test_a_broken_link_is_made_again_once_keeping_what_was_verified() -> None:
     assert [type(a) for a in machine.on_peer_lost(False, 0.9)] == [rx.Fail, rx.Forget]
 
 
+def test_a_lost_plane_is_replaced_keeping_what_was_verified() -> None:
+    """An aborted group costs the blocks that were in it, not the request."""
+    machine = _pulling(plane="nccl")
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.grant(2 * BLOCK_BYTES, 0.4)
+    machine.on_block(0, True, 0.5)
+    assert machine.on_plane_lost("deadline", 0.6) == [rx.Connect()]
+    assert machine.dest_of(1) is None  # a late batch has nowhere to go
+    assert machine.on_connected("zmq", 0.7) == [rx.SendOpen((True, False))]
+    machine.on_opened(0.8)
+    assert machine.credit_wanted() == BLOCK_BYTES
+    machine.check_integrity()
+
+
+def test_a_cancel_between_two_planes_still_tells_the_peer() -> None:
+    machine = _pulling(plane="nccl")
+    machine.on_plane_lost("deadline", 0.6)
+    assert [type(a) for a in machine.cancel("client left", 0.7)] == [rx.SendAbort, rx.Fail]
+
+
+def test_a_plane_that_is_lost_again_and_again_ends_the_receive() -> None:
+    machine = _pulling(plane="nccl")
+    for _ in range(RECEIVER_POLICY.max_plane_losses):
+        assert machine.on_plane_lost("deadline", 1.0) == [rx.Connect()]
+        machine.on_connected("nccl", 1.1)
+        machine.on_opened(1.2)
+    actions = machine.on_plane_lost("deadline", 2.0)
+    assert [type(a) for a in actions] == [rx.SendAbort, rx.Fail]
+
+
+def test_another_plane_of_the_same_attempt_starts_the_stream_anew() -> None:
+    sender = _sender()
+    sender.on_sealed(0, BLOCKS)
+    sender.on_open(A, _open(plane="nccl"), 1.0)
+    sender.on_credit(A, 1, 2 * BLOCK_BYTES)
+    assert sender.take_data() is not None
+    sender.on_data_left(1.1)  # it is in a staging slot, and the group dies with it
+    sender.on_open(A, OpenArgs(1, (True, False), "zmq"), 1.2)
+    sender.on_credit(A, 1, BLOCK_BYTES)
+    out = sender.take_data()
+    assert out is not None
+    assert (out.indexes, sender.plane) == ((1,), "zmq")
+
+
 def test_an_offer_the_peer_took_back_fails() -> None:
     machine = _pulling()
     assert machine.on_renewed(True, 1.0) == []

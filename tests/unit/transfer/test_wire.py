@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.limits import MAX_CHOICES, MAX_LOGPROBS
 from services.pb import transfer_pb2 as pb
-from services.pb.common_pb2 import PLANE_NCCL
+from services.pb.common_pb2 import PLANE_MEMORY
 from services.transfer import codec
 from services.transfer.api import FirstTokenInfo
 from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode
@@ -163,6 +163,6 @@ def test_an_unknown_reject_code_is_a_refusal_all_the_same() -> None:
 
 
 def test_an_unknown_plane_is_refused() -> None:
-    body = pb.Open(plane=PLANE_NCCL, have=b"\0").SerializeToString()  # a plane this build has not
+    body = pb.Open(plane=PLANE_MEMORY, have=b"\0").SerializeToString()  # a plane this build has not
     with pytest.raises(WireError, match="plane"):
         codec.open_args(codec.parse(pb.Open, body), 8)
