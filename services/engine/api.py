@@ -294,6 +294,14 @@ class Engine(Protocol):
         """End a work item in whatever state it is; idempotent, unknown keys are ignored."""
         ...
 
+    def pause(self, key: RequestKey) -> None:
+        """Make no more tokens for a work item until `resume`; what it holds stays its own."""
+        ...
+
+    def resume(self, key: RequestKey) -> None:
+        """Go on with a paused work item; idempotent, unknown keys are ignored."""
+        ...
+
     def migrate(self, key: RequestKey) -> None:
         """Stop a decoding work item and offer its KV; it ends handed off, or MigrateRefused."""
         ...

@@ -115,6 +115,14 @@ class EngineLoop:
         """End a work item in whatever state it is; idempotent, unknown keys are ignored."""
         self._send(key, lambda now: self._scheduler.cancel(key, reason, now))
 
+    def pause(self, key: RequestKey) -> None:
+        """Make no more tokens for a work item until `resume`; what it holds stays its own."""
+        self._send(key, lambda _now: self._scheduler.pause(key))
+
+    def resume(self, key: RequestKey) -> None:
+        """Go on with a paused work item; idempotent, unknown keys are ignored."""
+        self._send(key, lambda _now: self._scheduler.resume(key))
+
     def migrate(self, key: RequestKey) -> None:
         """Stop a decoding work item and offer its KV; it ends handed off, or MigrateRefused."""
         self._send(key, lambda now: self._scheduler.migrate(key, now))

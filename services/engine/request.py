@@ -196,6 +196,7 @@ class Request:
         self.is_forked = False
         self.is_offered = False
         self.is_lent = False  # offered, and the sender may still read
+        self.is_paused = False  # gets no decode steps: its router lags
         self.is_unpinning = False  # asked to give pulled blocks back as it goes
         self.num_announced = 0  # blocks named in BlocksSealed so far
         self.cached_tokens: int | None = None  # None until first admitted

@@ -143,6 +143,21 @@ class Scheduler:
         if request is not None:
             self._end(request, EndReason.CANCELLED, "cancelled", reason, now)
 
+    def pause(self, key: RequestKey) -> None:
+        """Give a work item no more decode steps; it may still be preempted, and its deadline runs.
+
+        Prompts are still computed: they make at most one token a choice.
+        """
+        request = self._requests.get(key)
+        if request is not None:
+            request.is_paused = True
+
+    def resume(self, key: RequestKey) -> None:
+        """Go on with a paused work item."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.is_paused = False
+
     def migrate(self, key: RequestKey, now: float) -> None:
         """Stop a decoding work item and lend its KV, as prefill does; or MigrateRefused."""
         request = self._requests.get(key)
@@ -501,7 +516,10 @@ class Scheduler:
             seq
             for seq in sorted(self._running, key=_standing)
             # Growing one may preempt a later one of the list.
-            if self._is_running(seq) and seq.is_decoding and self._grow(seq, now)
+            if self._is_running(seq)
+            and seq.is_decoding
+            and not seq.request.is_paused
+            and self._grow(seq, now)
         ]
 
     def _grow(self, seq: Sequence, now: float) -> bool:

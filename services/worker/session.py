@@ -18,9 +18,9 @@ from services.engine.api import (
 from services.transfer.api import TransferStats
 
 RESUME_GRACE_S = 2.0  # a request outlives its Link by this long
-# Per choice; a router that lags further loses the request. A router may stand still for a second
-# without harm up to this many tokens a second; longer stops are ended by its Link's time-outs.
+# Per choice. A request whose router lags further is paused: its blocks stay, no token is made.
 MAX_UNACKED_TOKENS = 1024
+MAX_PAUSE_S = 10.0  # after this the router is taken not to want the request any more
 ENDED_KEPT_S = 10.0  # ended requests are remembered for a resume
 MAX_ENDED_KEPT = 4096
 
@@ -61,6 +61,12 @@ class Entry:
     ends: list[DoneOut | Refused] = field(default_factory=list)
     ended_at: float | None = None
     waiting_since: float | None = None  # Link lost, not resumed yet
+    paused_since: float | None = None  # its router lags
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be unacknowledged: each choice brings its own, or n would lag sooner."""
+        return MAX_UNACKED_TOKENS * len(self.unacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class RouterSession:
         self._by_request: dict[int, Entry] = {}
         self._by_key: dict[RequestKey, Entry] = {}
         self._fence: dict[int, int] = {}  # request -> highest attempt seen
+        self._resumable: list[RequestKey] = []
         self.is_attached = False
 
     def __len__(self) -> int:
@@ -121,15 +128,17 @@ class RouterSession:
     # -- output ----------------------------------------------------------------------------
 
     def record(self, item: Outgoing, now: float) -> bool:
-        """Remember an output until it is acknowledged; False = the router lags too far."""
+        """Remember an output until it is acknowledged; False: pause the request, it lags."""
         entry = self._by_key.get(item.key)
         if entry is None:
             return True
         if isinstance(item, TokensOut):
             entry.unacked.setdefault(item.choice, []).append(item)
             entry.num_unacked += len(item.token_ids)
-            # Choices share the room, so each brings its own: n of them must not lag n times less.
-            return entry.num_unacked <= MAX_UNACKED_TOKENS * len(entry.unacked)
+            if entry.num_unacked <= entry.room or entry.paused_since is not None:
+                return True
+            entry.paused_since = now
+            return False
         if isinstance(item, TicketOut):
             entry.ticket = item
             return True
@@ -151,6 +160,15 @@ class RouterSession:
             if rest is not None:
                 kept.append(rest)
         entry.unacked[choice] = kept
+        # At half the room: not to pause again at the next token.
+        if entry.paused_since is not None and entry.num_unacked <= entry.room // 2:
+            entry.paused_since = None
+            self._resumable.append(entry.key)
+
+    def take_resumable(self) -> tuple[RequestKey, ...]:
+        """Return and forget the paused requests whose router has caught up."""
+        keys, self._resumable = tuple(self._resumable), []
+        return keys
 
     # -- link life -------------------------------------------------------------------------
 
@@ -197,8 +215,8 @@ class RouterSession:
             if entry.ended_at is None and entry.waiting_since is None:
                 entry.waiting_since = now
 
-    def sweep(self, now: float) -> tuple[RequestKey, ...]:
-        """Forget old ended work items; return those whose resume did not come in time."""
+    def sweep(self, now: float) -> tuple[tuple[RequestKey, str], ...]:
+        """Forget old ended work items; return those to give up, each with the reason."""
         given_up = []
         for entry in list(self._by_request.values()):
             if entry.ended_at is not None:
@@ -209,7 +227,9 @@ class RouterSession:
                 and not self.is_attached
                 and now - entry.waiting_since > RESUME_GRACE_S
             ):
-                given_up.append(entry.key)
+                given_up.append((entry.key, "the router did not come back"))
+            elif entry.paused_since is not None and now - entry.paused_since > MAX_PAUSE_S:
+                given_up.append((entry.key, "the router lags too far behind"))
         ended = [e for e in self._by_request.values() if e.ended_at is not None]
         for entry in ended[: max(0, len(ended) - MAX_ENDED_KEPT)]:
             self._forget(entry)

@@ -206,6 +206,7 @@ class WorkerShell:
             self.engine.cancel(key, "the router no longer wants it")
         if result.resend:
             send(result.resend)
+        self._resume_paused(session)
         log.info(
             "worker.link_attached",
             router=session.router_id,
@@ -226,6 +227,7 @@ class WorkerShell:
         """Apply one router frame."""
         for ack in frame.ack:
             session.acknowledge(ack.request, ack.choice, ack.index)
+        self._resume_paused(session)
         # Work first: a frame may hold work and its own cancel, when a client left at once. A
         # cancel names its attempt, so it never meets newer work of the same frame.
         for work in frame.work:
@@ -236,6 +238,10 @@ class WorkerShell:
             entry = session.current(migrate.request)
             if entry is not None and entry.attempt == migrate.attempt and entry.ended_at is None:
                 self.engine.migrate(entry.key)
+
+    def _resume_paused(self, session: RouterSession) -> None:
+        for key in session.take_resumable():
+            self.engine.resume(key)
 
     async def migrate(self, router_incarnation: int, request: int, timeout_s: float) -> bytes:
         """Offer a running request's KV and return its ticket; its router hears of it too.
@@ -281,8 +287,15 @@ class WorkerShell:
         """Give up requests whose router did not come back; forget what is long over."""
         now = self._clock.now()
         for incarnation, session in list(self._sessions.items()):
-            for key in session.sweep(now):
-                self.engine.cancel(key, "the router did not come back")
+            for key, reason in session.sweep(now):
+                work = self._works.get(key)
+                log.warning(
+                    "worker.given_up",
+                    request_id=work.request_id if work else "",
+                    router=session.router_id,
+                    reason=reason,
+                )
+                self.engine.cancel(key, reason)
             if session.is_idle():
                 del self._sessions[incarnation]
 
@@ -474,7 +487,7 @@ class WorkerShell:
                 continue
             item: Outgoing = event if not isinstance(event, ChoiceDone) else _done_out(work, event)
             if not work.session.record(item, now):
-                self.engine.cancel(event.key, "the router lags too far behind")
+                self._pause(work, event.key)
             batches.setdefault(work.session.router_incarnation, []).append(item)
             if isinstance(event, TicketOut):
                 self._end_migration(event.key, event.ticket)
@@ -484,6 +497,11 @@ class WorkerShell:
             send = self._outboxes.get(incarnation)
             if send is not None:
                 send(items)
+
+    def _pause(self, work: WorkItem, key: RequestKey) -> None:
+        """A router that is slow for a moment must not cost its request, nor our memory."""
+        log.info("worker.paused", request_id=work.request_id, router=work.session.router_id)
+        self.engine.pause(key)
 
     def _ended(self, item: ChoiceDone | Refused) -> None:
         self._tracer.ended(item)

@@ -140,6 +140,31 @@ async def test_frozen_process_goes_on_as_itself(
     assert pid_of(cluster, name) == pid
 
 
+async def test_router_that_stands_still_for_a_moment_loses_no_stream(
+    cluster: LocalCluster,
+) -> None:
+    """Workers used to end what made more tokens meanwhile than they keep for a router."""
+    endless = request([5, 6, 7], max_tokens=1900, n=2)
+    endless.ignore_eos = True
+    pid = pid_of(cluster, "router-0")
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        heard = [Heard() for _ in range(2)]
+        calls = [
+            asyncio.create_task(call(stub, endless, timeout_s=60.0, heard=one)) for one in heard
+        ]
+        await until(lambda: all(len(one.token_ids) == 2 for one in heard), 20, "tokens come")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(1.5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.gather(*calls)
+    assert [one.code for one in heard] == ["", ""]
+    assert [len(ids) for one in heard for ids in one.token_ids.values()] == [1900] * 4
+    await asyncio.to_thread(cluster.assert_no_blocks_in_use)
+
+
 async def test_clients_that_vanish_leave_nothing_behind(
     cluster: LocalCluster, bodies: list[Body]
 ) -> None:

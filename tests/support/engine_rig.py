@@ -187,6 +187,14 @@ class EngineRig:
         self.scheduler.cancel(RequestKey(key), "test", self.now)
         self.collect()
 
+    def pause(self, key: str) -> None:
+        """The router of a work item lags."""
+        self.scheduler.pause(RequestKey(key))
+
+    def resume(self, key: str) -> None:
+        """The router of a work item has caught up."""
+        self.scheduler.resume(RequestKey(key))
+
     def migrate(self, key: str) -> None:
         """Offer a running work item's KV to another worker."""
         self.scheduler.migrate(RequestKey(key), self.now)

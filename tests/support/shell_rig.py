@@ -45,6 +45,7 @@ class RecordingEngine:
         self.cancelled: list[RequestKey] = []
         self.released: list[RequestKey] = []
         self.migrated: list[RequestKey] = []
+        self.paused: list[RequestKey] = []
         self.unpinned: list[tuple[RequestKey, tuple[BlockId, ...]]] = []
         self.received_keys: list[RequestKey] = []
         self.failed: list[tuple[RequestKey, str, bool]] = []
@@ -66,6 +67,12 @@ class RecordingEngine:
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         self.cancelled.append(key)
+
+    def pause(self, key: RequestKey) -> None:
+        self.paused.append(key)
+
+    def resume(self, key: RequestKey) -> None:
+        self.paused.remove(key)
 
     def migrate(self, key: RequestKey) -> None:
         self.migrated.append(key)

@@ -223,6 +223,44 @@ def test_deadline_ends_a_request_that_only_waits() -> None:
     assert waiting.end.reason is EndReason.ERROR
 
 
+# -- routers that lag ---------------------------------------------------------------------------
+
+
+def test_paused_item_makes_no_tokens_keeps_its_blocks_and_goes_on_as_it_would_have() -> None:
+    rig = EngineRig(num_blocks=20)
+    lagging = rig.submit(make_request("a", prompt_of(20), greedy(30)))
+    other = rig.submit(make_request("b", prompt_of(20, 1), greedy(30)))
+    for _ in range(5):
+        rig.step()
+    rig.pause("a")
+    num_tokens, in_use = len(lagging.tokens[0]), rig.scheduler.load().blocks_in_use
+    assert num_tokens > 0
+    rig.run()
+    assert other.tokens[0] == reference_tokens(prompt_of(20, 1), greedy(30))
+    assert len(lagging.tokens[0]) == num_tokens
+    assert 0 < rig.scheduler.load().blocks_in_use < in_use
+    rig.resume("a")
+    rig.run()
+    assert lagging.tokens[0] == reference_tokens(prompt_of(20), greedy(30))
+    rig.assert_at_rest()
+
+
+def test_paused_item_still_ends_by_cancel_and_by_deadline() -> None:
+    rig = EngineRig(num_blocks=20)
+    cancelled = rig.submit(make_request("a", prompt_of(20), greedy(30)))
+    late = rig.submit(make_request("b", prompt_of(20, 1), greedy(30), deadline=rig.now + 5.0))
+    for _ in range(5):
+        rig.step()
+    rig.pause("a")
+    rig.pause("b")
+    rig.cancel("a")
+    rig.now += 6.0
+    rig.run()
+    assert cancelled.end.reason is EndReason.CANCELLED
+    assert late.end.error_code == "deadline_exceeded"
+    rig.assert_at_rest()
+
+
 # -- memory pressure ----------------------------------------------------------------------------
 
 

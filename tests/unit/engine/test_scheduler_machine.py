@@ -108,6 +108,16 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.cancel(key)
 
     @precondition(lambda self: self.sent)
+    @rule(data=st.data(), is_pause=st.booleans(), mid_step=st.booleans())
+    def pause_or_resume(self, data: st.DataObject, is_pause: bool, mid_step: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sent)))
+        change = self.rig.pause if is_pause else self.rig.resume
+        if mid_step:
+            self.rig.step(between=lambda: change(key))
+        else:
+            change(key)
+
+    @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def migrate(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.sent)))
@@ -194,6 +204,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything end by itself: no work item is ever stuck."""
+        for key in self.sent:
+            self.rig.resume(key)
         for _ in range(400):
             for key in sorted(self.rig.opened):
                 if key in self.rig.reserved:

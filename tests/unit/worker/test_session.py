@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.engine.api import ChoiceDone, EndReason, RequestKey, TokensOut
 from services.worker.session import (
     ENDED_KEPT_S,
+    MAX_PAUSE_S,
     MAX_UNACKED_TOKENS,
     RESUME_GRACE_S,
     DoneOut,
@@ -95,7 +96,7 @@ def test_request_is_given_up_only_after_the_grace() -> None:
     session.detach(now=10.0)
 
     assert session.sweep(10.0 + RESUME_GRACE_S) == ()
-    assert session.sweep(10.1 + RESUME_GRACE_S) == (key_of(1),)
+    assert [key for key, _ in session.sweep(10.1 + RESUME_GRACE_S)] == [key_of(1)]
 
 
 def test_resumed_request_is_not_given_up() -> None:
@@ -107,13 +108,25 @@ def test_resumed_request_is_not_given_up() -> None:
     assert session.sweep(101.0) == ()
 
 
-def test_router_that_lags_past_the_replay_buffer_is_reported() -> None:
+def test_router_that_lags_past_the_replay_buffer_pauses_its_request_once() -> None:
     session = make_session(1)
     assert session.record(tokens(1, 0, MAX_UNACKED_TOKENS), now=0.0) is True
     assert session.record(tokens(1, MAX_UNACKED_TOKENS, 1), now=0.0) is False
+    assert session.record(tokens(1, MAX_UNACKED_TOKENS + 1, 1), now=0.0) is True
     session.acknowledge(1, 0, 0)
-    assert session.record(TicketOut(key_of(1), b""), now=0.0) is True
+    assert session.take_resumable() == ()
+    session.acknowledge(1, 0, MAX_UNACKED_TOKENS // 2 + 1)
+    assert session.take_resumable() == (key_of(1),)
+    assert session.take_resumable() == ()
     session.check_integrity()
+
+
+def test_paused_request_that_ended_is_not_given_up() -> None:
+    session = make_session(1)
+    session.record(tokens(1, 0, MAX_UNACKED_TOKENS + 1), now=0.0)
+    session.record(done(1), now=0.0)
+
+    assert session.sweep(MAX_PAUSE_S + 0.1) == ()
 
 
 def test_each_choice_brings_room_of_its_own() -> None:

@@ -34,7 +34,13 @@ from services.transfer.api import (
     TransferStats,
 )
 from services.worker.outputs import add_outputs
-from services.worker.session import MAX_UNACKED_TOKENS, RESUME_GRACE_S, DoneOut, TicketOut
+from services.worker.session import (
+    MAX_PAUSE_S,
+    MAX_UNACKED_TOKENS,
+    RESUME_GRACE_S,
+    DoneOut,
+    TicketOut,
+)
 from tests.support.shell_rig import ShellRig, make_work
 
 STATS = TransferStats("memfd", "p", size_bytes=64, blocks_moved=2)
@@ -215,12 +221,45 @@ async def test_failed_receive_is_recomputed_here_unless_it_was_cancelled(rig: Sh
     assert rig.engine.failed == [(key, "handoff_failed", True), (key, "cancelled", False)]
 
 
-async def test_router_that_acknowledges_nothing_loses_the_request(rig: ShellRig) -> None:
+async def test_request_of_a_router_that_lags_is_paused_and_later_given_up(rig: ShellRig) -> None:
+    """It used to be cancelled at once: a busy machine's router cost its requests."""
     key = rig.work()
     await rig.emit(TokensOut(key, 0, 0, tuple(range(MAX_UNACKED_TOKENS))))
-    assert rig.engine.cancelled == []
+    assert rig.engine.paused == []
     await rig.emit(TokensOut(key, 0, MAX_UNACKED_TOKENS, (1,)))
+    await rig.emit(TokensOut(key, 0, MAX_UNACKED_TOKENS + 1, (2,)))  # of the step under way
+    assert rig.engine.paused == [key]
+
+    rig.clock.advance(MAX_PAUSE_S)
+    rig.shell.sweep()
+    assert rig.engine.cancelled == []
+    rig.clock.advance(0.1)
+    rig.shell.sweep()
     assert rig.engine.cancelled == [key]
+
+
+@pytest.mark.parametrize("by_attach", [False, True])
+async def test_paused_request_goes_on_once_its_router_has_caught_up(
+    rig: ShellRig, by_attach: bool
+) -> None:
+    key = rig.work()
+    await rig.emit(TokensOut(key, 0, 0, tuple(range(MAX_UNACKED_TOKENS + 1))))
+    half = MAX_UNACKED_TOKENS // 2
+
+    def acknowledge(index: int) -> None:
+        if by_attach:
+            rig.attach(r1=(index + 1,))
+        else:
+            ack = worker_pb2.Ack(request=1, choice=0, index=index)
+            rig.shell.handle(rig.session, worker_pb2.RouterFrame(ack=[ack]))
+
+    acknowledge(half - 1)
+    assert rig.engine.paused == [key]
+    acknowledge(half)
+    assert rig.engine.paused == []
+    rig.clock.advance(2 * MAX_PAUSE_S)
+    rig.shell.sweep()
+    assert rig.engine.cancelled == []
 
 
 async def test_cut_link_is_resumed_with_what_was_missed(rig: ShellRig) -> None:
