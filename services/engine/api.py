@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from services.common.ids import BlockHash, BlockId
 from services.common.sampling import SamplingParams
+from services.kv.form import EXACT
 
 RequestKey = NewType("RequestKey", str)  # unique in this worker: router incarnation/request/attempt
 TokenArray = npt.NDArray[np.uint32]
@@ -67,6 +68,9 @@ class EngineRequest:
     # Tokens of choice 0 that another worker made. A CONTINUE's ticket then holds the KV of the
     # prompt and all of these but the last, whose KV is not computed yet.
     generated: tuple[int, ...] = ()
+    # CONTINUE: form of the KV its ticket will probably bring (kv.form). Only blocks of that form
+    # count as had; none do where it is unknown.
+    kv_form: str = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ class OfferReady:
     block_hashes: tuple[BlockHash, ...]
     tenant: str
     generated: tuple[int, ...] = ()
+    is_exact: bool = True  # all of it was computed here or came unrounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +211,14 @@ class MigrateRefused:
 class ReceiveWanted:
     """Open the ticket of this request; `have[i]` = full block i is already here.
 
-    `block_hashes` are those of the full blocks the ticket must name.
+    `block_hashes` are those of the full blocks the ticket must name. What is here is of
+    `kv_form`: if the ticket brings another one, the two must not be mixed.
     """
 
     key: RequestKey
     have: tuple[bool, ...]
     block_hashes: tuple[BlockHash, ...] = ()
+    kv_form: str = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +321,17 @@ class Engine(Protocol):
         """The sender no longer reads these blocks of a request whose prefill is done."""
         ...
 
-    def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:
-        """All blocks of a CONTINUE item are written and verified, their digests stored."""
+    def received(
+        self,
+        key: RequestKey,
+        first: tuple[FirstToken, ...],
+        prefill_us: int,
+        kv_form: str = EXACT,
+    ) -> None:
+        """All blocks of a CONTINUE item are written and verified, their digests stored.
+
+        `kv_form` says what their numbers are (kv.form); blocks that were had are of it too.
+        """
         ...
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:

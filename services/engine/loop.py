@@ -26,6 +26,7 @@ from services.engine.config import EngineConfig, check_role_weights
 from services.engine.plan import StepPlan, StepResult
 from services.engine.scheduler import Scheduler
 from services.engine.watchdog import Watchdog
+from services.kv.form import EXACT
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -136,10 +137,16 @@ class EngineLoop:
         ids = tuple(block_ids)
         self._send(key, lambda _now: self._scheduler.source_unpinned(key, ids))
 
-    def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:
+    def received(
+        self,
+        key: RequestKey,
+        first: tuple[FirstToken, ...],
+        prefill_us: int,
+        kv_form: str = EXACT,
+    ) -> None:
         """All blocks of a CONTINUE item are written and verified, their digests stored."""
         del prefill_us  # spent on another worker: the router has it from there
-        self._send(key, lambda now: self._scheduler.received(key, first, now))
+        self._send(key, lambda now: self._scheduler.received(key, first, now, kv_form))
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:
         """The receiver has stopped writing; with `recompute` prefill here, else end the item."""

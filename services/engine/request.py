@@ -9,6 +9,7 @@ import numpy as np
 from services.common.ids import BlockHash
 from services.engine.api import EngineRequest, StageTimes, TokenArray, WorkKind
 from services.kv.block_table import BlockTable
+from services.kv.form import EXACT, cache_key
 from services.kv.hashing import HashScope, next_hash, pack_token_ids
 
 
@@ -121,6 +122,7 @@ class Sequence:
         self.table = BlockTable(request.block_size)
         self.num_computed = 0
         self.num_sealed = 0
+        self.kv_form = EXACT  # of the received blocks in the table
         self.status = SequenceStatus.WAITING
         self.waiting_since = 0.0
         self.num_uncached_hint = 0  # tokens to compute as of submission, for the queue's order
@@ -166,6 +168,10 @@ class Sequence:
         if idx < num_prompt:
             return self.request.prompt_hashes[idx]
         return self._more_hashes[idx - num_prompt]
+
+    def cache_key(self, idx: int) -> BlockHash:
+        """Return what full block `idx` is called in the prefix cache."""
+        return cache_key(self.block_hash(idx), self.kv_form)
 
     def parent_hash(self, idx: int) -> BlockHash | None:
         """Return the hash of the block before block `idx`, None for the first."""

@@ -10,6 +10,7 @@ from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
 from services.engine.request import Sequence
 from services.kv.block_pool import BlockPool
+from services.kv.form import EXACT, UNKNOWN
 
 
 class BlockContent(Protocol):
@@ -93,6 +94,7 @@ class Residency:
         seq.table = type(seq.table)(self._block_size)
         seq.num_computed = 0
         seq.num_sealed = 0
+        seq.kv_form = EXACT  # whatever comes next is computed here, or says what it is
 
     def seal_computed(self, seq: Sequence) -> None:
         """Seal every block whose tokens are all computed, in order."""
@@ -108,10 +110,19 @@ class Residency:
 
     def _seal_next(self, seq: Sequence, *, is_received: bool) -> None:
         idx = seq.num_sealed
-        block_id, block_hash = seq.table[idx], seq.block_hash(idx)
+        block_id = seq.table[idx]
+        # What is computed over KV that is not exact is of no form that could come again.
+        if seq.kv_form == UNKNOWN or (seq.kv_form != EXACT and not is_received):
+            if not is_received:
+                self._content.seal(block_id)
+            self.pool.freeze(block_id)
+            seq.num_sealed += 1
+            return
+        block_hash = seq.cache_key(idx)
         if not is_received and self.pool.cache.get(block_hash) is None:
             self._content.seal(block_id)
-        kept = self.pool.seal(block_id, block_hash, seq.parent_hash(idx))
+        parent = seq.cache_key(idx - 1) if idx else None
+        kept = self.pool.seal(block_id, block_hash, parent, is_hinted=seq.kv_form == EXACT)
         if kept != block_id:
             # Another sequence computed the same content first: share its block, so that the
             # chain stays one chain in the cache. Nobody was told of ours yet.
@@ -165,6 +176,7 @@ class Residency:
         if has_tail and not self.pool.num_available:
             return False
         self.share(child, trunk.table.block_ids[:num_full])
+        child.kv_form = trunk.kv_form
         if has_tail:
             (copy,) = self.extend(child, 1)
             self._content.copy(trunk.table[num_full], copy)

@@ -41,6 +41,7 @@ from services.engine.request import Request, RequestState, Sequence, SequenceSta
 from services.engine.residency import BlockContent, Residency
 from services.engine.stats import EngineStats
 from services.kv.block_pool import BlockPool
+from services.kv.form import EXACT, UNKNOWN, cache_key
 from services.kv.hashing import HashScope
 
 
@@ -183,6 +184,7 @@ class Scheduler:
             hashes,
             source.tenant,
             tuple(trunk.generated),
+            is_exact=trunk.kv_form == EXACT,
         )
         sealed = BlocksSealed(request.key, 0, trunk.table.block_ids[: trunk.num_sealed])
         tail, num_valid = self._blocks.freeze_tail(trunk)
@@ -217,8 +219,10 @@ class Scheduler:
                 request.is_unpinning = True
                 self._outbox.append(UnpinWanted(request.key))
 
-    def received(self, key: RequestKey, first: tuple[FirstToken, ...], now: float) -> None:
-        """All blocks of a CONTINUE item are written and verified."""
+    def received(
+        self, key: RequestKey, first: tuple[FirstToken, ...], now: float, kv_form: str = EXACT
+    ) -> None:
+        """All blocks of a CONTINUE item are written and verified; `kv_form` is of all of them."""
         request = self._requests.get(key)
         if request is None:
             return
@@ -227,17 +231,12 @@ class Scheduler:
             return
         if request.state is not RequestState.RECEIVING:
             raise RuntimeError(f"KV received in state {request.state.value}")
-        choices = [token.choice for token in first]
-        num_choices = request.source.sampling.n
-        if not choices or len(set(choices)) != len(choices) or max(choices) >= num_choices:
+        wrong = _why_unusable(request, first, kv_form)
+        if wrong:
             self._take_back(request)
-            self._end(request, EndReason.ERROR, "internal", "FINAL names wrong choices", now)
+            self._end(request, EndReason.ERROR, "internal", wrong, now)
             return
-        if request.source.generated and first[0].token_id != request.source.generated[-1]:
-            self._take_back(request)
-            message = "FINAL does not go on where the work item does"
-            self._end(request, EndReason.ERROR, "internal", message, now)
-            return
+        request.trunk.kv_form = kv_form
         self._start_received(request, first, now)
 
     def receive_failed(
@@ -318,13 +317,15 @@ class Scheduler:
         trunk = request.trunk
         num_full = trunk.num_tokens // self.config.block_size
         hashes = tuple(trunk.block_hash(idx) for idx in range(num_full))
-        cached = self.pool.cache.match(hashes)
-        if not self._may_pin(request):
-            cached = ()
+        cached: tuple[BlockId, ...] = ()
+        form = request.source.kv_form
+        if form != UNKNOWN and self._may_pin(request):
+            cached = self.pool.cache.match([cache_key(block_hash, form) for block_hash in hashes])
         self._blocks.share(trunk, cached)
+        trunk.kv_form = form
         request.cached_tokens = len(cached) * self.config.block_size
         have = tuple(idx < len(cached) for idx in range(num_full))
-        self._outbox.append(ReceiveWanted(request.key, have, hashes))
+        self._outbox.append(ReceiveWanted(request.key, have, hashes, form))
 
     def _may_pin(self, request: Request) -> bool:
         """Say whether cached blocks may be held while waiting for the others.
@@ -897,6 +898,19 @@ def _why_it_stays(request: Request | None) -> str:
     trunk = request.trunk
     if trunk.status is not SequenceStatus.RUNNING or not trunk.is_decoding:
         return "it does not decode now"
+    return ""
+
+
+def _why_unusable(request: Request, first: tuple[FirstToken, ...], kv_form: str) -> str:
+    """Say why what was received is not this work item's; empty when it is."""
+    choices = [token.choice for token in first]
+    num_choices = request.source.sampling.n
+    if not choices or len(set(choices)) != len(choices) or max(choices) >= num_choices:
+        return "FINAL names wrong choices"
+    if request.source.generated and first[0].token_id != request.source.generated[-1]:
+        return "FINAL does not go on where the work item does"
+    if request.trunk.num_sealed and kv_form != request.trunk.kv_form:
+        return "the blocks that were had are of another form"
     return ""
 
 

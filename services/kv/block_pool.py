@@ -130,7 +130,14 @@ class BlockPool:
             else:
                 self._evictable[block_id] = None
 
-    def seal(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> BlockId:
+    def seal(
+        self,
+        block_id: BlockId,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        *,
+        is_hinted: bool = True,
+    ) -> BlockId:
         """Declare a full block stable and enter it in the prefix cache.
 
         When another block already holds this content, this one is freed and the other is
@@ -138,6 +145,7 @@ class BlockPool:
 
         Args:
             parent: hash of the block before, whose cached block the caller holds too.
+            is_hinted: whether other processes may be told that this content is here.
         """
         self._check_being_written(block_id)
         if self._refs[block_id] != 1:
@@ -149,13 +157,13 @@ class BlockPool:
             return twin
         if parent is not None and not self._refs[self.cache.entry(parent).block_id]:
             raise ValueError(f"block {block_id} is sealed by one who does not hold its parent")
-        self.cache.add(block_hash, parent, block_id)
+        self.cache.add(block_hash, parent, block_id, is_hinted=is_hinted)
         self._hashes[block_id] = block_hash
         self._gens[block_id] += np.uint64(1)
         return block_id
 
     def freeze(self, block_id: BlockId) -> None:
-        """Declare a partial last block stable; it never enters the prefix cache."""
+        """Declare a block stable that never enters the prefix cache, such as a partial last one."""
         self._check_being_written(block_id)
         self._gens[block_id] += np.uint64(1)
 

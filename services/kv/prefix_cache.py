@@ -14,6 +14,7 @@ class CacheEntry:
 
     block_id: BlockId
     parent: BlockHash | None
+    is_hinted: bool = True  # others may be told of it
 
 
 class PrefixCache:
@@ -51,7 +52,14 @@ class PrefixCache:
             blocks.append(entry.block_id)
         return tuple(blocks)
 
-    def add(self, block_hash: BlockHash, parent: BlockHash | None, block_id: BlockId) -> None:
+    def add(
+        self,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        block_id: BlockId,
+        *,
+        is_hinted: bool = True,
+    ) -> None:
         """Enter a sealed block; its parent (None for the first of a chain) must be here."""
         if block_hash in self._entries:
             raise ValueError(f"block hash {block_hash.hex()} is cached already")
@@ -59,27 +67,29 @@ class PrefixCache:
             if parent not in self._entries:
                 raise ValueError(f"the parent of block {block_hash.hex()} is not cached")
             self._num_children[parent] += 1
-        self._entries[block_hash] = CacheEntry(block_id, parent)
+        self._entries[block_hash] = CacheEntry(block_id, parent, is_hinted)
         self._num_children[block_hash] = 0
-        self._note(block_hash, is_added=True)
+        if is_hinted:
+            self._note(block_hash, is_added=True)
 
     def remove(self, block_hash: BlockHash) -> None:
         """Drop a block that no cached block follows."""
         if self._num_children[block_hash]:
             raise ValueError(f"block {block_hash.hex()} has cached children")
-        parent = self._entries.pop(block_hash).parent
+        entry = self._entries.pop(block_hash)
         del self._num_children[block_hash]
-        if parent is not None:
-            self._num_children[parent] -= 1
-        self._note(block_hash, is_added=False)
+        if entry.parent is not None:
+            self._num_children[entry.parent] -= 1
+        if entry.is_hinted:
+            self._note(block_hash, is_added=False)
 
     def num_children(self, block_hash: BlockHash) -> int:
         """Cached blocks that directly follow this one."""
         return self._num_children[block_hash]
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """Every cached hash, parents before children."""
-        return tuple(self._entries)
+        """Every cached hash others may be told of, parents before children."""
+        return tuple(h for h, entry in self._entries.items() if entry.is_hinted)
 
     def take_delta(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
         """Return net (added, removed) since the last call; no hash is in both."""

@@ -284,6 +284,11 @@ class Ticket(_message.Message):
     EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    LAYER_LO_FIELD_NUMBER: _builtins.int
+    LAYER_HI_FIELD_NUMBER: _builtins.int
+    HEAD_LO_FIELD_NUMBER: _builtins.int
+    HEAD_HI_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     xfer_id: _builtins.int
     worker_id: _builtins.str
@@ -300,6 +305,13 @@ class Ticket(_message.Message):
     request_id: _builtins.str
     block_size: _builtins.int
     """tokens of the issuer's blocks; 0 = 16"""
+    kv_dtype: _builtins.str
+    """what the KV was computed in; "" = it went through others since"""
+    layer_lo: _builtins.int
+    """what the issuer's pool holds, in the model's numbers; hi 0 = all"""
+    layer_hi: _builtins.int
+    head_lo: _builtins.int
+    head_hi: _builtins.int
     def __init__(
         self,
         *,
@@ -316,10 +328,15 @@ class Ticket(_message.Message):
         expires_unix_ms: _builtins.int = ...,
         request_id: _builtins.str = ...,
         block_size: _builtins.int = ...,
+        kv_dtype: _builtins.str = ...,
+        layer_lo: _builtins.int = ...,
+        layer_hi: _builtins.int = ...,
+        head_lo: _builtins.int = ...,
+        head_hi: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "expires_unix_ms", b"expires_unix_ms", "incarnation", b"incarnation", "kv_identity_fp", b"kv_identity_fp", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "uds_path", b"uds_path", "version", b"version", "worker_id", b"worker_id", "xfer_id", b"xfer_id", "zmq_endpoint", b"zmq_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "expires_unix_ms", b"expires_unix_ms", "head_hi", b"head_hi", "head_lo", b"head_lo", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "kv_identity_fp", b"kv_identity_fp", "layer_hi", b"layer_hi", "layer_lo", b"layer_lo", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "uds_path", b"uds_path", "version", b"version", "worker_id", b"worker_id", "xfer_id", b"xfer_id", "zmq_endpoint", b"zmq_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.ids import BlockHash, BlockId
+from services.kv.form import EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Offer:
     block_hashes: tuple[BlockHash, ...]  # one per full prompt block
     tenant: str
     traceparent: str = ""
+    is_exact: bool = True  # its KV was computed here, or came unrounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class SinkReady:
     key: str
     final: FinalInfo  # tail_block is None here: the receiver knows its own
     stats: TransferStats
+    kv_form: str = EXACT  # what the numbers are, of blocks that were had too
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +161,17 @@ class Sink(Protocol):
         have: Sequence[bool],
         block_hashes: Sequence[BlockHash],
         traceparent: str = "",
+        kv_form: str = EXACT,
     ) -> None:
         """Send OPEN (credit 0); pulling begins with `reserve`.
 
         The ticket must name exactly `block_hashes`, or the receive fails with "hash_mismatch".
+        It fails too if blocks are had and are of another form than those that would come.
         """
+        ...
+
+    def form_of(self, ticket: bytes) -> str:
+        """Foretell the form of the KV a ticket brings; kv.form.UNKNOWN where that is open."""
         ...
 
     def reserve(

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.kv.digest import digest_columns
-from services.kv.layout import MAX_BLOCK_TOKENS, KvLayout
+from services.kv.form import UNKNOWN, form_of
+from services.kv.layout import KV_DTYPES, MAX_BLOCK_TOKENS, KvLayout
 
 AS_STORED = ""
 WIRE_DTYPES = (AS_STORED, "bfloat16", "int8")
@@ -68,6 +69,23 @@ def in_wire_dtype(part: KvLayout, wire_dtype: str) -> KvLayout:
         return part
     converted = replace(part, kv_dtype=wire_dtype)
     return converted if converted.block_bytes < part.block_bytes else part
+
+
+def expected_form(computed: str, own: KvLayout, wire_dtype: str, plane: str | None) -> str:
+    """Foretell the form of KV that is yet to come.
+
+    Args:
+        computed: dtype the ticket names.
+        plane: of the connection to its issuer; None when there is none.
+    """
+    if not computed or computed not in KV_DTYPES:
+        return UNKNOWN
+    if wire_dtype == AS_STORED or (plane is not None and plane != "zmq"):
+        return form_of(computed, computed, own.kv_dtype)
+    if plane is None:
+        return UNKNOWN
+    wire = in_wire_dtype(replace(own, kv_dtype=computed), wire_dtype)
+    return form_of(computed, wire.kv_dtype, own.kv_dtype)
 
 
 def requested(

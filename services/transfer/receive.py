@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.kv.form import EXACT
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
@@ -37,6 +38,7 @@ class OpenRequest:
     attempt: int
     have: tuple[bool, ...]
     traceparent: str
+    kv_form: str = EXACT  # of the blocks that are had
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Receive:
     pool: KvPoolMemory | None = None  # the peer's, on memfd
     plane: str = ""
     conversion: Conversion | None = None  # None = blocks come as ours are
+    kv_form: str | None = None  # of what comes; known once there is a connection
     published_state: ReceiverState | None = None
     pulled: list[int] = field(default_factory=list)  # not yet told to the peer
 
@@ -68,6 +71,14 @@ class Receive:
     def target(self) -> Target:
         """Who holds its KV."""
         return target_of(self.ticket)
+
+    def takes(self, kv_form: str) -> bool:
+        """Note the form of what comes; False if it is not that of what is here already."""
+        known = self.kv_form
+        if known is None and any(self.request.have):
+            known = self.request.kv_form
+        self.kv_form = kv_form
+        return known in (None, kv_form)
 
     def event(self, message: Message, layout: KvLayout, now: float) -> list[ReceiverAction]:
         """Hand a message to the session; DATA is not one of them."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from services.common.errors import ConfigError
 from services.common.ids import BlockHash, BlockId
+from services.kv.form import EXACT, UNKNOWN, form_of
 from services.kv.layout import BLOCK_TOKENS
 from services.telemetry.logs import get_logger
 from services.transfer import receiver
@@ -22,7 +23,7 @@ from services.transfer.end_parts import EndParts
 from services.transfer.intake import Intake
 from services.transfer.link_table import LinkParts, LinkTable
 from services.transfer.loop import Inbox, Timers
-from services.transfer.pairing import AS_STORED, wire_layout
+from services.transfer.pairing import AS_STORED, expected_form, wire_layout
 from services.transfer.peer_link import LinkState, PeerLink
 from services.transfer.placement import Placement
 from services.transfer.planes import SENT_PLANES
@@ -109,6 +110,7 @@ class TransferSink:
         have: Sequence[bool],
         block_hashes: Sequence[BlockHash],
         traceparent: str = "",
+        kv_form: str = EXACT,
     ) -> None:
         """Send OPEN (credit 0); pulling begins with `reserve`."""
         with self._lock:
@@ -121,7 +123,7 @@ class TransferSink:
                 refusal = ("overloaded", "too many handoffs are open")
             else:
                 self._open_keys.add(key)
-        request = OpenRequest(key, ticket, attempt, tuple(have), traceparent)
+        request = OpenRequest(key, ticket, attempt, tuple(have), traceparent, kv_form)
         hashes = tuple(block_hashes)
 
         def command() -> None:
@@ -149,6 +151,15 @@ class TransferSink:
         """Transfers not yet ended."""
         with self._lock:
             return len(self._open_keys)
+
+    def form_of(self, ticket: bytes) -> str:
+        """Foretell the form of the KV a ticket brings; kv.form.UNKNOWN where that is open."""
+        try:
+            issued = read_unverified(ticket)
+        except TicketError:
+            return UNKNOWN  # `open` says what is wrong with it
+        plane = self._links.planes().get(issued.worker_id)
+        return expected_form(issued.kv_dtype, self._layout, self._config.wire_dtype, plane)
 
     def planes(self) -> dict[str, str]:
         """Peer worker id -> plane in use."""
@@ -343,6 +354,11 @@ class TransferSink:
             return
         wire_dtype = self._config.wire_dtype if receive.plane in SENT_PLANES else AS_STORED
         wire = wire_layout(link.layout, self._layout, wire_dtype)
+        form = form_of(receive.ticket.kv_dtype, wire.kv_dtype, self._layout.kv_dtype)
+        if not receive.takes(form):
+            why = "the blocks that are here already are of another form"
+            self.on_connect_failed(receive, "handoff_failed", why)
+            return
         receive.conversion = None
         if not (link.layout.is_same(self._layout) and wire.is_same(self._layout)):
             receive.conversion = Conversion(self._memory, receive.placement, link.layout, wire)
@@ -454,7 +470,8 @@ class TransferSink:
         self.counters.ready += 1
         # Rows of the tail are counted in blocks of ours, whatever the peer's are.
         info = replace(action.final.info(), tail_valid_tokens=receive.placement.tail_valid)
-        self._emit(SinkReady(receive.key, info, receive.stats()))
+        assert receive.kv_form is not None, "nothing comes without a connection"
+        self._emit(SinkReady(receive.key, info, receive.stats(), receive.kv_form))
 
     def _fail(self, receive: Receive, action: receiver.Fail) -> None:
         self._end_key(receive)

@@ -140,6 +140,9 @@ class TransferSource:
             expires_unix_ms=expires_ms,
             request_id=offer.request_id,
             block_size=self._layout.block_size,
+            kv_dtype=self._layout.kv_dtype if offer.is_exact else "",
+            layers=self._layout.layers,
+            heads=self._layout.heads,
         )
         signed = self._signer.issue(ticket)
         # Queued before the ticket leaves: whoever opens the ticket finds it (see _find_offer).

@@ -16,6 +16,7 @@ from services.common.ids import BlockHash
 from services.kv.hashing import HASH_BYTES, pack_hashes
 from services.kv.layout import BLOCK_TOKENS, MAX_BLOCK_TOKENS
 from services.pb import transfer_pb2 as pb
+from services.transfer.pairing import Range
 
 TICKET_VERSION = 1
 MAX_TICKET_BYTES = 768 * 1024  # 48k blocks of hashes; a longer prompt is no use to anyone
@@ -42,6 +43,9 @@ class Ticket:
     expires_unix_ms: int
     request_id: str
     block_size: int = BLOCK_TOKENS  # of the issuer's pool
+    kv_dtype: str = ""  # what its KV was computed in; "" = rounded since, or not said
+    layers: Range = (0, 0)  # [lo, hi) of the issuer's pool in the model's numbers; hi 0 = all
+    heads: Range = (0, 0)
 
 
 class TicketSigner:
@@ -66,6 +70,11 @@ class TicketSigner:
             expires_unix_ms=ticket.expires_unix_ms,
             request_id=ticket.request_id,
             block_size=ticket.block_size,
+            kv_dtype=ticket.kv_dtype,
+            layer_lo=ticket.layers[0],
+            layer_hi=ticket.layers[1],
+            head_lo=ticket.heads[0],
+            head_hi=ticket.heads[1],
         ).SerializeToString()
         return pb.SignedTicket(ticket=body, hmac=self._mac(body)).SerializeToString()
 
@@ -104,7 +113,7 @@ def _parse_inner(body: bytes) -> Ticket:
     if len(raw.block_hashes) % HASH_BYTES:
         raise TicketError("block hashes are cut")
     texts = (raw.worker_id, raw.zmq_endpoint, raw.uds_path, raw.kv_identity_fp, raw.tenant)
-    if any(len(text) > _MAX_TEXT for text in (*texts, raw.request_id)):
+    if any(len(text) > _MAX_TEXT for text in (*texts, raw.request_id, raw.kv_dtype)):
         raise TicketError("a field is longer than the limit")
     if not raw.worker_id or not raw.incarnation or not raw.zmq_endpoint:
         raise TicketError("a field is missing")
@@ -118,5 +127,6 @@ def _parse_inner(body: bytes) -> Ticket:
     return Ticket(
         raw.xfer_id, raw.worker_id, raw.zmq_endpoint, raw.uds_path, raw.incarnation,
         raw.kv_identity_fp, raw.num_tokens, hashes, raw.tenant, raw.expires_unix_ms,
-        raw.request_id, block_size,
+        raw.request_id, block_size, raw.kv_dtype,
+        (raw.layer_lo, raw.layer_hi), (raw.head_lo, raw.head_hi),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -313,6 +313,8 @@ class WorkerShell:
             self._intake.check_fencing(session, work)
             self._check_room(is_return=self._is_return(session, work))
             item, request = self._intake.read(session, key, work, self._clock.now())
+            if item.kind is WorkKind.CONTINUE:
+                request = replace(request, kv_form=self.sink.form_of(item.ticket))
         except RequestError as error:
             refusal = Refused(key, error.spec.code, error.message)
             self._send_refusal(session, refusal, work)
@@ -422,6 +424,7 @@ class WorkerShell:
             block_hashes=event.block_hashes,
             tenant=event.tenant,
             traceparent=work.traceparent if work else "",
+            is_exact=event.is_exact,
         )
         try:
             return self.source.offer(offer)
@@ -439,7 +442,13 @@ class WorkerShell:
             )
             return
         self.sink.open(
-            event.key, work.ticket, work.attempt, event.have, event.block_hashes, work.traceparent
+            event.key,
+            work.ticket,
+            work.attempt,
+            event.have,
+            event.block_hashes,
+            work.traceparent,
+            event.kv_form,
         )
 
     # -- transfer threads ------------------------------------------------------------------
@@ -460,7 +469,7 @@ class WorkerShell:
         self._tracer.sink_ended(event)
         if isinstance(event, SinkReady):
             first = tuple(convert.first_token(info) for info in event.final.first)
-            self.engine.received(key, first, event.final.prefill_us)
+            self.engine.received(key, first, event.final.prefill_us, event.kv_form)
             return
         with self._ladder_lock:
             step = self._ladder.next_step(can_recompute=event.can_recompute, now=self._clock.now())

@@ -47,22 +47,30 @@ def single_worker(toy_dir: Path, dtype: str, wire: tuple[str, ...]) -> list[list
 
 
 def two_pools(
-    toy_dir: Path, flags: tuple[str, ...], settings: dict[str, str], plane: str
-) -> list[list[int]]:
+    toy_dir: Path,
+    flags: tuple[str, ...],
+    settings: dict[str, str],
+    plane: str,
+    modes: tuple[str, ...] = ("REMOTE",),
+) -> list[list[list[int]]]:
+    """Return the answers of one round after the other."""
+    rounds = []
     with Cluster(toy_dir, prefill=1, decode=1, flags=flags, settings=settings) as cluster:
         body = [request(prompt, max_tokens=ANSWER, ignore_eos=True) for prompt in prompts()]
-        answers = [generate(cluster.grpc, each, mode="REMOTE") for each in body]
-        assert {answer.mode for answer in answers} == {"REMOTE"}
+        for mode in modes:
+            answers = [generate(cluster.grpc, each, mode=mode) for each in body]
+            assert {answer.mode for answer in answers} == {mode}
+            rounds.append([answer.token_ids[0] for answer in answers])
         planes = [set(status.planes.values()) for status in cluster.worker_statuses()]
         assert {plane} in planes
         cluster.assert_no_blocks_in_use()
-    return [answer.token_ids[0] for answer in answers]
+    return rounds
 
 
 def test_float32_prefill_and_bfloat16_decode(toy_dir: Path) -> None:
     """RB-027: pools of unequal dtype give right tokens instead of corruption."""
     torch.set_num_threads(1)
-    found = two_pools(toy_dir, ("--decode-dtype", "bfloat16"), {}, "memfd")
+    (found,) = two_pools(toy_dir, ("--decode-dtype", "bfloat16"), {}, "memfd")
     assert found == single_worker(toy_dir, "bfloat16", ())
     assert found != single_worker(toy_dir, "float32", ())  # it is not the same by chance
 
@@ -72,5 +80,16 @@ def test_an_int8_link_between_float32_pools(toy_dir: Path) -> None:
         "ISTHMUS_TRANSFER__PLANES": "zmq",
         "ISTHMUS_TRANSFER__WIRE_DTYPE": "int8",
     }
-    found = two_pools(toy_dir, (), settings, "zmq")
+    (found,) = two_pools(toy_dir, (), settings, "zmq")
     assert found == single_worker(toy_dir, "float32", ("int8",))
+
+
+def test_prefix_hits_never_mix_rounded_with_exact_kv(toy_dir: Path) -> None:
+    """RB-027: what came rounded serves the same link again, and never a LOCAL request."""
+    settings = {"ISTHMUS_TRANSFER__PLANES": "zmq", "ISTHMUS_TRANSFER__WIRE_DTYPE": "int8"}
+    modes = ("REMOTE", "LOCAL", "REMOTE", "LOCAL")
+    found = two_pools(toy_dir, (), settings, "zmq", modes)
+    rounded = single_worker(toy_dir, "float32", ("int8",))
+    exact = single_worker(toy_dir, "float32", ())
+    assert rounded != exact, "else this proves nothing"
+    assert found == [rounded, exact, rounded, exact]

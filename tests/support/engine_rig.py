@@ -39,6 +39,7 @@ from tests.support.fake_model import FAKE_LAYOUT, FAKE_VOCAB, FakeModel, fake_va
 
 MODEL_DIGEST = "fake-model"
 Event = TypeVar("Event")
+Values = npt.NDArray[np.int64]
 
 
 def tokens(*ids: int) -> npt.NDArray[np.uint32]:
@@ -82,6 +83,7 @@ def make_request(
     priority: int = 0,
     tenant: str = "",
     generated: tuple[int, ...] = (),
+    kv_form: str = "",
 ) -> EngineRequest:
     """A work item with the right hashes."""
     scope = HashScope(MODEL_DIGEST, tenant=tenant)
@@ -96,6 +98,7 @@ def make_request(
         priority=priority,
         tenant=tenant,
         generated=generated,
+        kv_form=kv_form,
     )
 
 
@@ -216,11 +219,17 @@ class EngineRig:
         self.scheduler.source_released(RequestKey(key), self.now)
         self.collect()
 
-    def receive(self, key: str, first: tuple[FirstToken, ...]) -> None:
-        """Write the right KV into the reserved blocks and say so."""
-        self.write_kv(key, self.reserved.pop(key))
+    def receive(
+        self,
+        key: str,
+        first: tuple[FirstToken, ...],
+        kv_form: str = "",
+        rounding: Callable[[Values], Values] = lambda values: values,
+    ) -> None:
+        """Write the right KV into the reserved blocks, rounded as asked, and say so."""
+        self.write_kv(key, self.reserved.pop(key), rounding)
         del self.opened[key]
-        self.scheduler.received(RequestKey(key), first, self.now)
+        self.scheduler.received(RequestKey(key), first, self.now, kv_form)
         self.collect()
 
     def fail_receive(self, key: str, *, recompute: bool) -> None:
@@ -232,10 +241,15 @@ class EngineRig:
         )
         self.collect()
 
-    def write_kv(self, key: str, reserved: BlocksReserved) -> None:
+    def write_kv(
+        self,
+        key: str,
+        reserved: BlocksReserved,
+        rounding: Callable[[Values], Values] = lambda values: values,
+    ) -> None:
         """Write the KV a ticket covers where the receiver would."""
         prompt = self.prompts[key]
-        values, size = fake_values(prompt), FAKE_LAYOUT.block_size
+        values, size = rounding(fake_values(prompt)), FAKE_LAYOUT.block_size
         for idx, block_id in enumerate((*reserved.block_ids, reserved.tail_block)):
             part = values[idx * size : (idx + 1) * size]
             if block_id is not None:

@@ -50,8 +50,27 @@ def reference_tokens(
     eos_token_ids: tuple[int, ...] = (),
 ) -> list[int]:
     """What any engine must generate for one choice."""
-    generated: list[int] = []
-    values = list(fake_values(prompt))
+    return continued_tokens(
+        prompt, fake_values(prompt), [], params, choice=choice, eos_token_ids=eos_token_ids
+    )
+
+
+def continued_tokens(
+    prompt: npt.NDArray[np.uint32],
+    known: npt.NDArray[np.int64],
+    generated: list[int],
+    params: SamplingParams,
+    *,
+    choice: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+) -> list[int]:
+    """What any engine must generate after these tokens, given the KV numbers it has.
+
+    `known` is of the prompt and of all generated tokens but the newest.
+    """
+    generated, values = list(generated), list(known)
+    if generated:
+        values.append(_value(generated[-1], len(values), np.array(values, dtype=np.int64)))
     while len(generated) < params.max_tokens:
         task = SampleTask(choice, len(generated), params, prompt, generated)
         token = sample(fake_logits(int(values[-1])), task, eos_token_ids).token_id

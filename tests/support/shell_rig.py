@@ -83,7 +83,13 @@ class RecordingEngine:
     def source_unpinned(self, key: RequestKey, block_ids: Sequence[BlockId]) -> None:
         self.unpinned.append((key, tuple(block_ids)))
 
-    def received(self, key: RequestKey, first: tuple[FirstToken, ...], prefill_us: int) -> None:
+    def received(
+        self,
+        key: RequestKey,
+        first: tuple[FirstToken, ...],
+        prefill_us: int,
+        kv_form: str = "",
+    ) -> None:
         self.received_keys.append(key)
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:
@@ -168,8 +174,12 @@ class RecordingSink:
         have: Sequence[bool],
         block_hashes: Sequence[BlockHash],
         traceparent: str = "",
+        kv_form: str = "",
     ) -> None:
         self.opened.append((key, ticket, attempt))
+
+    def form_of(self, ticket: bytes) -> str:
+        return ""
 
     def reserve(
         self, key: str, block_ids: Sequence[BlockId | None], tail_block: BlockId | None

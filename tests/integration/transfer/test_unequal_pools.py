@@ -86,7 +86,8 @@ def open_and_reserve(
     """Open a ticket into blocks, tail last if there is one; None = had."""
     full = offer.num_tokens // end.memory.layout.block_size
     have = tuple(block is None for block in blocks[:full])
-    end.sink.open(key, ticket, 1, have, offer.block_hashes)
+    form = end.sink.form_of(ticket)
+    end.sink.open(key, ticket, 1, have, offer.block_hashes, "", form)
     tail = blocks[full] if len(blocks) > full else None
     end.sink.reserve(key, blocks[:full], tail)
 

@@ -42,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.scheduler.stats.ended(2)  # expect little: let too many in, have to preempt
         self.sent: dict[str, tuple[npt.NDArray[np.uint32], SamplingParams, WorkKind]] = {}
         self.started: dict[str, tuple[int, ...]] = {}  # tokens made elsewhere before
+        self.forms: dict[str, str] = {}
         self.cancelled: set[str] = set()
 
     # -- what may happen -------------------------------------------------------------------
@@ -56,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         patience=st.sampled_from([0.03, 1e6, 1e6, 1e6]),
         num_generated=st.sampled_from([0, 0, 1, 2, 9, 17]),
+        kv_form=st.sampled_from(["", "", "float32>int8", "?"]),
     )
     def submit(
         self,
@@ -68,6 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         patience: float,
         num_generated: int,
+        kv_form: str,
     ) -> None:
         key = f"r{len(self.sent)}"
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, n=n)
@@ -80,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
             generated = tuple(known[:-1])  # what is known never ended the choice
         self.sent[key] = (prompt, params, kind)
         self.started[key] = generated
+        self.forms[key] = kv_form if kind is WorkKind.CONTINUE else ""
         deadline = self.rig.now + patience
         request = make_request(
             key,
@@ -89,6 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
             deadline=deadline,
             priority=priority,
             generated=generated,
+            kv_form=self.forms[key],
         )
         self.rig.submit(request)
 
@@ -280,7 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, params, _ = self.sent[key]
         generated = self.started[key]
         newest = (FirstToken(0, generated[-1]),) if generated else self.firsts(prompt, params)
-        self.rig.receive(key, newest)
+        self.rig.receive(key, newest, self.forms[key])
 
     def is_ending(self, key: str) -> bool:
         return self.rig.outputs[key].num_ends > 0
