@@ -71,18 +71,18 @@ def in_wire_dtype(part: KvLayout, wire_dtype: str) -> KvLayout:
     return converted if converted.block_bytes < part.block_bytes else part
 
 
-def expected_form(computed: str, own: KvLayout, wire_dtype: str, plane: str | None) -> str:
+def expected_form(computed: str, own: KvLayout, wire_dtype: str, is_sent: bool | None) -> str:
     """Foretell the form of KV that is yet to come.
 
     Args:
         computed: dtype the ticket names.
-        plane: of the connection to its issuer; None when there is none.
+        is_sent: whether frames are sent, not mapped; None while there is no connection.
     """
     if not computed or computed not in KV_DTYPES:
         return UNKNOWN
-    if wire_dtype == AS_STORED or (plane is not None and plane != "zmq"):
+    if wire_dtype == AS_STORED or is_sent is False:
         return form_of(computed, computed, own.kv_dtype)
-    if plane is None:
+    if is_sent is None:
         return UNKNOWN
     wire = in_wire_dtype(replace(own, kv_dtype=computed), wire_dtype)
     return form_of(computed, wire.kv_dtype, own.kv_dtype)

@@ -159,7 +159,8 @@ class TransferSink:
         except TicketError:
             return UNKNOWN  # `open` says what is wrong with it
         plane = self._links.planes().get(issued.worker_id)
-        return expected_form(issued.kv_dtype, self._layout, self._config.wire_dtype, plane)
+        is_sent = None if plane is None else plane in SENT_PLANES
+        return expected_form(issued.kv_dtype, self._layout, self._config.wire_dtype, is_sent)
 
     def planes(self) -> dict[str, str]:
         """Peer worker id -> plane in use."""
