@@ -43,17 +43,17 @@ def test_keys_of_other_forms_are_other_keys(left: bytes, right: bytes) -> None:
         cache_key(one, UNKNOWN)
 
 
-@given(DTYPES, DTYPES, st.sampled_from(["", "bfloat16", "int8"]), st.sampled_from(["memfd", "zmq"]))
-def test_what_is_foretold_comes(computed: str, own: str, wire_dtype: str, plane: str) -> None:
+@given(DTYPES, DTYPES, st.sampled_from(["", "bfloat16", "int8"]), st.booleans())
+def test_what_is_foretold_comes(computed: str, own: str, wire_dtype: str, is_sent: bool) -> None:
     """Blocks that are had are chosen before there is a connection; both must mean the same."""
     decode = replace(LAYOUT, kv_dtype=own)
     prefill = replace(LAYOUT, kv_dtype=computed).part((0, 3), (0, 1))
-    agreed = wire_dtype if plane == "zmq" else ""
+    agreed = wire_dtype if is_sent else ""
     wire = wire_layout(prefill, decode, agreed)
     comes = form_of(computed, wire.kv_dtype, own)
-    assert expected_form(computed, decode, wire_dtype, plane) == comes
+    assert expected_form(computed, decode, wire_dtype, is_sent) == comes
     foretold = expected_form(computed, decode, wire_dtype, None)
     assert foretold in (comes, UNKNOWN)
     assert foretold == comes or wire_dtype
-    assert expected_form("", decode, wire_dtype, plane) == UNKNOWN
-    assert expected_form("float99", decode, wire_dtype, plane) == UNKNOWN
+    assert expected_form("", decode, wire_dtype, is_sent) == UNKNOWN
+    assert expected_form("float99", decode, wire_dtype, is_sent) == UNKNOWN
