@@ -28,6 +28,7 @@ log = get_logger(__name__)
 
 PROTO = 1
 _CLOSE_TIMEOUT_S = 0.1
+_PROBE_TIMEOUT_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 
 LinkCall = grpc.aio.StreamStreamCall[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
@@ -208,6 +209,9 @@ class WorkerLink:
             self._forget_pending()
             if was_up:
                 self._start_grace(reason)
+                if await is_port_closed(self.info.address):
+                    # No grace for a process that is gone: its listener went with it.
+                    self._declare_lost()
             await asyncio.sleep(backoff_s)
             backoff_s = min(max(_FIRST_BACKOFF_S, backoff_s * 2), self._config.max_backoff_s)
 
@@ -402,17 +406,15 @@ class WorkerLink:
         self._status, self._detail = status, detail
 
     def _start_grace(self, reason: str) -> None:
-        incarnation = self._incarnation
-        assert incarnation is not None, "a Link that was up was welcomed"
         frozen = reason.startswith("silent")
         delay_s = self._config.frozen_grace_s if frozen else self._config.resume_grace_s
-
-        def declare_lost() -> None:
-            self._grace_timer = None
-            self._events.on_lost(self.info.worker_id, incarnation, None)
-
         self._stop_grace()
-        self._grace_timer = asyncio.get_running_loop().call_later(delay_s, declare_lost)
+        self._grace_timer = asyncio.get_running_loop().call_later(delay_s, self._declare_lost)
+
+    def _declare_lost(self) -> None:
+        assert self._incarnation is not None, "a Link that was up was welcomed"
+        self._stop_grace()
+        self._events.on_lost(self.info.worker_id, self._incarnation, None)
 
     def _stop_grace(self) -> None:
         if self._grace_timer is not None:
@@ -424,6 +426,20 @@ def _take_exception(task: asyncio.Task[None]) -> None:
     """Mark a task's exception as seen: the Link has ended for another reason, or is told of it."""
     if not task.cancelled():
         task.exception()
+
+
+async def is_port_closed(address: str) -> bool:
+    """Say whether nothing listens at `host:port`; False also when that is not known in time."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError, ValueError):  # ValueError: no host and port
+        return False
+    writer.close()
+    return False
 
 
 def open_channel(address: str, config: LinkConfig) -> grpc.aio.Channel:

@@ -18,7 +18,7 @@ from grpc.aio._call import StreamStreamCall
 from services.common.errors import RequestError
 from services.common.ids import Incarnation, WorkerId
 from services.registry.embedded import EmbeddedStore
-from services.router.config import RouterConfig
+from services.router.config import LinkConfig, RouterConfig
 from tests.support.cluster import (
     Answer,
     Cluster,
@@ -117,6 +117,21 @@ async def test_resumed_ticket_is_passed_on_once(store_url: str) -> None:
         cluster["p0"].cut_links()
         assert (await task).tokens() == reference(call)
         assert len(cluster["d0"].jobs) == 1
+
+
+async def test_requests_of_a_worker_whose_port_is_closed_end_without_the_grace(
+    store_url: str,
+) -> None:
+    """A process that is gone takes its listener along: waiting for a resume helps nobody."""
+    patient = LinkConfig(resume_grace_s=30.0)
+    async with running_cluster(
+        store_url, [prefill(), decoder(token_delay_s=0.05)], config=RouterConfig(link=patient)
+    ) as cluster:
+        task = await streaming(cluster, "d0")
+        await cluster["d0"].kill()
+        with pytest.raises(RequestError) as caught:
+            await asyncio.wait_for(task, 5.0)
+        assert caught.value.spec.code == "worker_lost"
 
 
 async def test_what_a_worker_forgot_is_lost_at_once(store_url: str) -> None:
