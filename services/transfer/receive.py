@@ -39,6 +39,7 @@ class OpenRequest:
     have: tuple[bool, ...]
     traceparent: str
     kv_form: str = EXACT  # of the blocks that are had
+    is_shard: bool = False  # others bring the rest of the pool's layers and heads
 
 
 @dataclass(slots=True, eq=False)

@@ -13,12 +13,13 @@ from dataclasses import replace
 from services.common.errors import ConfigError
 from services.common.ids import BlockHash, BlockId
 from services.kv.form import EXACT, UNKNOWN, form_of
-from services.kv.layout import BLOCK_TOKENS
+from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.telemetry.logs import get_logger
 from services.transfer import receiver
 from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
 from services.transfer.conversion import Conversion
 from services.transfer.counters import SinkCounters
+from services.transfer.cover import Shard, cover_fault
 from services.transfer.end_parts import EndParts
 from services.transfer.intake import Intake
 from services.transfer.link_table import LinkParts, LinkTable
@@ -113,6 +114,12 @@ class TransferSink:
         kv_form: str = EXACT,
     ) -> None:
         """Send OPEN (credit 0); pulling begins with `reserve`."""
+        request = OpenRequest(key, ticket, attempt, tuple(have), traceparent, kv_form)
+        self.open_request(request, block_hashes)
+
+    def open_request(self, request: OpenRequest, block_hashes: Sequence[BlockHash]) -> None:
+        """The same, also for one shard of several whose cover the caller has checked."""
+        key = request.key
         with self._lock:
             if key in self._open_keys:
                 raise ValueError("this key is already receiving")
@@ -123,7 +130,6 @@ class TransferSink:
                 refusal = ("overloaded", "too many handoffs are open")
             else:
                 self._open_keys.add(key)
-        request = OpenRequest(key, ticket, attempt, tuple(have), traceparent, kv_form)
         hashes = tuple(block_hashes)
 
         def command() -> None:
@@ -151,6 +157,11 @@ class TransferSink:
         """Transfers not yet ended."""
         with self._lock:
             return len(self._open_keys)
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the pool it writes to."""
+        return self._layout
 
     def form_of(self, ticket: bytes) -> str:
         """Foretell the form of the KV a ticket brings; kv.form.UNKNOWN where that is open."""
@@ -271,6 +282,10 @@ class TransferSink:
             return "hash_mismatch", "the ticket's length and its blocks do not fit"
         if ticket.kv_identity_fp != self._identity.fingerprint:
             return "incompatible", "the ticket is for another model or weights"
+        if not request.is_shard:
+            fault = cover_fault(self._layout, (Shard.of(ticket, self._layout),))
+            if fault is not None:
+                return "incompatible", fault
         wire_id = (ticket.xfer_id, request.attempt)
         if self._receives.by_wire(target_of(ticket), wire_id) is not None:
             return "handoff_failed", "the same attempt of this ticket is being received"
@@ -351,6 +366,10 @@ class TransferSink:
         assert link is not None
         if receive.ticket.block_size != link.layout.block_size:
             why = "the ticket and the prefill worker name different block sizes"
+            self.on_connect_failed(receive, "incompatible", why)
+            return
+        if not Shard.of(receive.ticket, self._layout).is_of(link.layout):
+            why = "the ticket and the prefill worker name different layers or heads"
             self.on_connect_failed(receive, "incompatible", why)
             return
         wire_dtype = self._config.wire_dtype if receive.plane in SENT_PLANES else AS_STORED

@@ -28,6 +28,7 @@ from services.transfer.api import (
 )
 from services.transfer.config import KIB, MIB, TransferConfig
 from services.transfer.end_parts import EndParts, ListenAt
+from services.transfer.shards import ShardedSink
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
 
@@ -177,6 +178,7 @@ class DecodeEnd:
     """A sink, its pool, and an allocator."""
 
     sink: TransferSink
+    shards: ShardedSink  # around it
     memory: KvPoolMemory
     events: Events
     free: list[BlockId] = field(default_factory=list)
@@ -245,9 +247,10 @@ def make_decode(
     memory = KvPoolMemory.create(layout, num_blocks)
     parts = EndParts(memory, identity, worker_id, next(_next_incarnation), SystemClock(), config)
     sink = TransferSink(parts)
+    shards = ShardedSink(sink)
     events = Events()
-    sink.start(events)
-    return DecodeEnd(sink, memory, events, free=[BlockId(i) for i in range(num_blocks)])
+    shards.start(events)
+    return DecodeEnd(sink, shards, memory, events, free=[BlockId(i) for i in range(num_blocks)])
 
 
 def same_content(

@@ -21,6 +21,7 @@ from services.kv.digest import block_digests
 from services.kv.layout import KvLayout
 from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SinkReady, SinkReleased
 from services.transfer.config import TransferConfig
+from services.transfer.pairing import mismatch
 from services.transfer.zmq_plane import DealerLink
 from tests.support.transfer_ends import (
     CALM,
@@ -235,7 +236,7 @@ def test_shards_n_to_m(
     ]
     try:
         for sink in sinks:
-            _receive_shard(sources, sink, kv)
+            _receive_shards(sources, sink, kv)
     finally:
         for sink in sinks:
             sink.stop()
@@ -243,36 +244,112 @@ def test_shards_n_to_m(
             source.stop()
 
 
-def _receive_shard(sources: list[PrefillEnd], sink: DecodeEnd, kv: np.ndarray) -> None:
+def tickets_for(
+    sources: list[PrefillEnd], sink: DecodeEnd, key: str, kv: np.ndarray
+) -> tuple[list[bytes], Offer, list[PrefillEnd]]:
+    """Offer a prompt wherever something of the sink's part lies."""
     own = sink.memory.layout
+    tickets, offers, sharing = [], [], []
+    for source in sources:
+        if mismatch(source.memory.layout, own) is None:
+            ticket, offer = offer_prompt(source, key, kv)
+            tickets.append(ticket)
+            offers.append(offer)
+            sharing.append(source)
+    return tickets, offers[0], sharing
+
+
+def _receive_shards(sources: list[PrefillEnd], sink: DecodeEnd, kv: np.ndarray) -> None:
+    own = sink.memory.layout
+    key = f"to-{id(sink)}"
+    tickets, offer, sharing = tickets_for(sources, sink, key, kv)
     blocks = [sink.free.pop() for _ in range(own.blocks_for(kv.shape[3]))]
-    keys, expected_bytes = [], 0
-    for i, source in enumerate(sources):
-        held = source.memory.layout
-        if max(held.first_layer, own.first_layer) >= min(held.layers[1], own.layers[1]):
-            continue
-        if max(held.first_head, own.first_head) >= min(held.heads[1], own.heads[1]):
-            continue
-        key = f"{id(sink)}-{i}"
-        ticket, offer = offer_prompt(source, key, kv)
-        open_and_reserve(sink, key, ticket, offer, blocks)
-        keys.append((key, source))
-        overlap_layers = min(held.layers[1], own.layers[1]) - max(held.first_layer, own.first_layer)
-        overlap_heads = min(held.heads[1], own.heads[1]) - max(held.first_head, own.first_head)
-        expected_bytes += overlap_layers * overlap_heads * 2 * 3 * 16 * own.head_dim * 4
-    moved = 0
-    for key, source in keys:
-        ready = sink.events.wait(key)
-        assert isinstance(ready, SinkReady), ready
-        assert outcome(source.events.wait(key)) == "done"
-        moved += ready.stats.size_bytes
+    full = kv.shape[3] // own.block_size
+    sink.shards.open(key, tickets, 1, (False,) * full, offer.block_hashes)
+    tail = blocks[full] if len(blocks) > full else None
+    sink.shards.reserve(key, blocks[:full], tail)
+    ready = sink.events.wait(key)
+    assert isinstance(ready, SinkReady), ready
+    assert [outcome(source.events.wait(key)) for source in sharing] == ["done"] * len(sharing)
     check(sink, blocks, kv, ())
     # Only what is needed crosses, but for layers widened to the lines of the digests.
-    assert expected_bytes <= moved <= 3 * expected_bytes
+    expected_bytes = own.num_layers * own.num_kv_heads * 2 * 3 * 16 * own.head_dim * 4
+    assert expected_bytes <= ready.stats.size_bytes <= 3 * expected_bytes
+    assert sink.shards.num_open() == sink.sink.num_open() == 0
+
+
+@pytest.mark.parametrize(
+    ("prefills", "left_out", "fault"),
+    [
+        (grid((), (1, 2, 3)), 2, "layers 0-6 of heads 2-3 come from no transfer"),
+        (grid((2, 4), ()), 0, "layers 0-2 of heads 0-4 come from no transfer"),
+        (grid((3,), (2,)), 3, "layers 3-6 of heads 2-4 come from no transfer"),
+    ],
+)
+def test_a_receive_with_a_gap_is_not_opened(
+    config: TransferConfig, tmp_path: Path, prefills: list[KvLayout], left_out: int, fault: str
+) -> None:
+    """Before: it was ready with rows nobody had written."""
+    sources = [
+        make_prefill(tmp_path, config, 16, layout, worker_id=f"prefill-{i}")
+        for i, layout in enumerate(prefills)
+        if i != left_out
+    ]
+    sink = make_decode(config, 8, MODEL)
+    try:
+        tickets, offer, _ = tickets_for(sources, sink, "d", numbers(40))
+        have = (False,) * len(offer.block_hashes)
+        for key, some in (("gap", tickets), ("twice", [*tickets, tickets[0]]), ("none", [])):
+            sink.shards.open(key, some, 1, have, offer.block_hashes)
+            refused = sink.events.wait(key)
+            assert isinstance(refused, SinkReleased)
+            assert (refused.code, refused.can_recompute) == ("incompatible", True)
+            if key == "gap":
+                assert fault in refused.message
+        # One ticket alone is no cover either.
+        sink.sink.open("alone", tickets[0], 1, have, offer.block_hashes)
+        assert outcome(sink.events.wait("alone")) == "incompatible"
+        assert sink.shards.num_open() == sink.sink.num_open() == 0
+        assert [source.source.counters.opened for source in sources] == [0] * len(sources)
+    finally:
+        sink.stop()
+        for source in sources:
+            source.stop()
+
+
+def test_one_shard_that_fails_ends_the_receive_of_all(
+    config: TransferConfig, tmp_path: Path
+) -> None:
+    """One of several ranks failed: the others stop too, then the blocks come back, once."""
+    prefills = grid((), (2,))
+    sources = [
+        make_prefill(tmp_path, config, 16, layout, worker_id=f"prefill-{i}")
+        for i, layout in enumerate(prefills)
+    ]
+    sink = make_decode(config, 8, MODEL)
+    try:
+        whole_ticket, offer = offer_prompt(sources[0], "d", numbers(40))
+        part = Offer("d", "req-d", 40, offer.block_hashes, "tenant")
+        stuck_ticket = sources[1].source.offer(part)  # its prefill never ends
+        sink.shards.open("d", [whole_ticket, stuck_ticket], 1, (False,) * 2, offer.block_hashes)
+        sink.shards.reserve("d", [BlockId(0), BlockId(1)], BlockId(2))
+        assert outcome(sources[0].events.wait("d")) == "done"
+        assert not sink.events.of("d"), "half of it is here"
+        sources[1].source.cancel("d", "a rank has failed")
+        released = sink.events.wait("d")
+        assert isinstance(released, SinkReleased)
+        assert released.code == "handoff_failed"
+        assert "a rank has failed" in released.message
+        assert sink.shards.num_open() == sink.sink.num_open() == 0
+        assert len(sink.events.of("d")) == 1
+    finally:
+        sink.stop()
+        for source in sources:
+            source.stop()
 
 
 def test_a_shard_without_anything_in_common_is_refused(tmp_path: Path) -> None:
-    """RB-022: refused in the handshake, to the request that waits, with both layouts."""
+    """RB-022: refused at once, to the request that waits, with both ranges."""
     upper, lower = grid((3,), ())
     prefill, decode = make_prefill(tmp_path, CALM, 8, upper), make_decode(CALM, 8, lower)
     try:
@@ -282,9 +359,10 @@ def test_a_shard_without_anything_in_common_is_refused(tmp_path: Path) -> None:
         assert isinstance(refused, SinkReleased)
         assert refused.code == "incompatible"
         assert "no layer in common" in refused.message
-        assert "layers 0-3 of 6" in refused.message
+        assert "layers 0-3" in refused.message
         assert "layers 3-6 of 6" in refused.message
-        assert prefill.source.counters.incompatible == 1
+        assert prefill.source.counters.offers == 1
+        assert prefill.source.counters.opened == 0
     finally:
         decode.stop()
         prefill.stop()
