@@ -1,10 +1,11 @@
-"""Compile the CPU library for this very machine and keep it in the user's cache.
+"""Compile the C libraries for this very machine and keep them in the user's cache.
 
-`python -m kernels.cpu.build` builds it ahead of time and says where it is.
+`python -m kernels.cpu.build` builds them ahead of time and says where they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -17,18 +18,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
-LIBRARY_NAME = "libisthmus_cpu.so"
+OPS, KV_BLOCKS = "isthmus_cpu", "isthmus_kv"  # libraries, one C file each
 COMPILE_TIMEOUT_S = 180.0
 MAX_KEPT_BUILDS = 16  # other checkouts and machines that share the cache keep theirs for a while
 
 _BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast")
 # Best first; a compiler that refuses one set is asked for the next.
-_FLAG_SETS = (
-    ("-march=native", "-fopenmp"),
-    ("-march=native",),
-    ("-fopenmp",),
-    (),
-)
+_FLAG_SETS = {
+    OPS: (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ()),
+    # No OpenMP: processes without torch load it too, and torch brings a runtime of its own.
+    KV_BLOCKS: (("-march=native",), ()),
+}
 
 
 class BuildFailed(Exception):
@@ -50,28 +50,48 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
     raise BuildFailed("no C compiler found (looked for $CC, cc, gcc and clang)")
 
 
-def build(environ: Mapping[str, str]) -> Path:
-    """Return the path of the library, compiling it unless the cache has it.
+def build(environ: Mapping[str, str], name: str = OPS) -> Path:
+    """Return the path of a library, compiling it unless the cache has it.
 
     Safe when several processes build at once: each compiles to a name of its own and renames it
     into place, so a reader sees a whole file or none.
     """
     compiler = find_compiler(environ)
     folder = cache_root(environ) / build_key(compiler)
-    target = folder / LIBRARY_NAME
+    target = folder / library_file(name)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder)
         if target.is_file():
             return target
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / LIBRARY_NAME
-            _compile(compiler, built)
+            built = Path(scratch) / target.name
+            _compile(compiler, name, built)
             built.replace(target)
     except OSError as error:
         raise BuildFailed(f"cannot write to {folder}: {error.strerror}") from error
     prune(folder.parent, keep=folder)
     return target
+
+
+def load(environ: Mapping[str, str], name: str) -> ctypes.CDLL:
+    """Build a library if need be and open it; BuildFailed says why it cannot be used."""
+    path = build(environ, name)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        # A file damaged by a full disk or a crash: build it again, once.
+        path.unlink(missing_ok=True)
+    path = build(environ, name)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildFailed(f"the built library does not load: {error}") from error
+
+
+def library_file(name: str) -> str:
+    """Return what a library is called in its folder."""
+    return f"lib{name}.so"
 
 
 def prune(root: Path, keep: Path) -> None:
@@ -134,10 +154,10 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *(first[key] for key in wanted if key in first)])
 
 
-def _compile(compiler: list[str], target: Path) -> None:
-    source = str(SOURCE_DIR / "isthmus_cpu.c")
+def _compile(compiler: list[str], name: str, target: Path) -> None:
+    source = str(SOURCE_DIR / f"{name}.c")
     complaint = ""
-    for flags in _FLAG_SETS:
+    for flags in _FLAG_SETS[name]:
         command = [*compiler, *_BASE_FLAGS, *flags, "-o", str(target), source, "-lm"]
         result = _run(command)
         if result.returncode == 0:
@@ -163,11 +183,12 @@ def _last_line(output: bytes) -> str:
 
 
 def main() -> int:
-    """Build the library and report; exit 0 either way, since plain torch can serve instead."""
+    """Build both libraries and report; exit 0 either way, since plain torch can serve instead."""
     try:
         sys.stdout.write(f"CPU kernels: {build(os.environ)}\n")
+        sys.stdout.write(f"KV copies: {build(os.environ, KV_BLOCKS)}\n")
     except BuildFailed as error:
-        sys.stdout.write(f"CPU kernels: not built, plain torch will serve ({error})\n")
+        sys.stdout.write(f"not built, plain torch and numpy will serve ({error})\n")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from dataclasses import dataclass
@@ -52,22 +51,8 @@ def _load() -> _Loaded:
     from kernels.cpu.launchers import CpuKernels
 
     try:
-        handle = _open()
+        handle = build.load(os.environ, build.OPS)
     except build.BuildFailed as error:
         return _Loaded(None, str(error))
     loaded = CpuKernels(handle)
     return _Loaded(loaded, loaded.describe())
-
-
-def _open() -> ctypes.CDLL:
-    path = build.build(os.environ)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        # A file damaged by a full disk or a crash: build it again, once.
-        path.unlink(missing_ok=True)
-    path = build.build(os.environ)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise build.BuildFailed(f"the built library does not load: {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -43,13 +44,33 @@ def pull_blocks(
     """Copy blocks; True for those whose generation was the one in `gens`, even, before and after.
 
     The generations are read around the copies: a writer makes one odd before it touches the block.
-    On x86-64 loads are not reordered with loads; elsewhere a native helper has to order them.
 
     Args:
         dest: `[num_blocks, block_bytes]`, a pool; `dest_blocks` are rows of it.
     """
     rows = np.array(source_blocks, dtype=np.int64)
     wanted = np.array(gens, dtype=np.uint64)
+    library, _ = kv_blocks.available()
+    if library is not None:
+        pool = (source.blocks, source.gens)
+        to = np.array(dest_blocks, dtype=np.int64)
+        good: list[bool] = library.pull(pool, rows, wanted, dest, to).tolist()
+        return good
+    return _pull_with_numpy(source, rows, wanted, dest, dest_blocks)
+
+
+def _pull_with_numpy(
+    source: KvPoolMemory,
+    rows: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.uint64],
+    dest: npt.NDArray[np.uint8],
+    dest_blocks: Sequence[int],
+) -> list[bool]:
+    """Do the same without a compiler.
+
+    On x86-64 loads are not reordered with loads; elsewhere the library has to order them.
+    """
+    source_blocks = rows.tolist()
     before = (source.gens[rows] == wanted) & (wanted % 2 == 0)
     for start, stop in _runs(before.tolist(), source_blocks, dest_blocks):
         at, to, count = source_blocks[start], dest_blocks[start], stop - start

@@ -54,7 +54,7 @@ def test_builds_once_and_leaves_only_the_library(environ: dict[str, str]) -> Non
 
     assert second == first
     assert second.stat().st_mtime_ns == stamp
-    assert [path.name for path in first.parent.iterdir()] == [build.LIBRARY_NAME]
+    assert [path.name for path in first.parent.iterdir()] == [build.library_file(build.OPS)]
 
 
 def test_concurrent_builds_agree(environ: dict[str, str]) -> None:
@@ -62,7 +62,7 @@ def test_concurrent_builds_agree(environ: dict[str, str]) -> None:
     with ThreadPoolExecutor(2) as pool:
         paths = set(pool.map(lambda _: build.build(environ), range(2)))
     (path,) = paths
-    assert [entry.name for entry in path.parent.iterdir()] == [build.LIBRARY_NAME]
+    assert [entry.name for entry in path.parent.iterdir()] == [build.library_file(build.OPS)]
 
 
 def test_compiler_without_openmp_or_native_flags_still_builds(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
@@ -109,11 +111,22 @@ def test_inbox_refuses_after_close_and_returns_what_came_late() -> None:
     assert inbox.take() == []
 
 
+@pytest.fixture(params=["library", "numpy"])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the C library, and as where there is no compiler."""
+    if request.param == "numpy":
+        monkeypatch.setattr(kv_blocks, "available", lambda: (None, "switched off"))
+    elif kv_blocks.available()[0] is None:
+        pytest.skip(kv_blocks.available()[1])
+    return str(request.param)
+
+
 def _pull(pool: KvPoolMemory, gen: int, dest: np.ndarray) -> bool:
     (good,) = pull_blocks(pool, [0], [gen], dest, [0])
     return good
 
 
+@pytest.mark.usefixtures("copier")
 def test_blocks_in_any_order_and_in_runs_come_where_they_belong() -> None:
     with KvPoolMemory.create(LAYOUT, 8, kind="anonymous") as pool:
         pool.blocks[:] = np.arange(8, dtype=np.uint8)[:, None] + 1
@@ -127,6 +140,7 @@ def test_blocks_in_any_order_and_in_runs_come_where_they_belong() -> None:
         assert (dest == dest[:, :1]).all()
 
 
+@pytest.mark.usefixtures("copier")
 def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
     with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
         pool.blocks[0] = 7
@@ -150,3 +164,74 @@ def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
                 return pool.blocks
 
         assert not _pull(Racing(), 4, dest)  # type: ignore[arg-type]  # same two views
+
+
+@pytest.mark.usefixtures("copier")
+def test_no_torn_block_is_accepted_while_a_writer_reuses_them() -> None:
+    """The pull of a pool in use: what is accepted is of one generation, whatever else goes on."""
+    num_blocks, stop = 4, threading.Event()
+    with KvPoolMemory.create(LAYOUT, num_blocks) as pool:
+        dest = np.zeros((num_blocks, LAYOUT.block_bytes), np.uint8)
+
+        def write() -> None:
+            while not stop.is_set():
+                for row in range(num_blocks):
+                    pool.gens[row] += 1
+                    pool.blocks[row] = int(pool.gens[row]) // 2 % 251
+                    pool.gens[row] += 1
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            num_accepted = num_refused = 0
+            deadline = time.monotonic() + 20
+            while (num_accepted < 200 or num_refused < 20) and time.monotonic() < deadline:
+                gens = [int(gen) for gen in pool.gens]
+                good = pull_blocks(pool, range(num_blocks), gens, dest, range(num_blocks))
+                for row, gen in enumerate(gens):
+                    if good[row]:
+                        assert gen % 2 == 0
+                        # The writer's value for the generation it ends with.
+                        assert (dest[row] == (gen - 1) // 2 % 251).all() or gen == 0
+                num_accepted += sum(good)
+                num_refused += num_blocks - sum(good)
+        finally:
+            stop.set()
+            writer.join()
+        assert num_accepted >= 200
+        assert num_refused >= 20
+
+
+def test_the_library_refuses_rows_and_pools_that_do_not_fit() -> None:
+    library, why = kv_blocks.available()
+    if library is None:
+        pytest.skip(why)
+    with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
+        dest = np.zeros((2, LAYOUT.block_bytes), np.uint8)
+        source, gens = (pool.blocks, pool.gens), np.zeros(1, np.uint64)
+        for at, to in ((2, 0), (-1, 0), (0, 2), (0, -1)):
+            with pytest.raises(ValueError, match="outside its pool"):
+                library.pull(source, np.array([at]), gens, dest, np.array([to]))
+        one = np.array([0])
+        with pytest.raises(ValueError, match="as many"):
+            library.pull(source, one, np.zeros(2, np.uint64), dest, one)
+        with pytest.raises(ValueError, match="do not fit"):
+            library.pull(source, one, gens, dest[:, 1:], one)
+        none = np.empty(0, np.int64)
+        assert library.pull(source, none, gens[:0], dest, none).tolist() == []
+
+
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_streamed_and_plain_copies_are_whole(count: int) -> None:
+    """Lists long enough to go around the caches, and rows that are not whole cache lines."""
+    library, why = kv_blocks.available()
+    if library is None:
+        pytest.skip(why)
+    rng = np.random.default_rng(count)
+    for block_bytes in (64 << 10, (64 << 10) + 24):
+        blocks = rng.integers(0, 256, (count, block_bytes), np.uint8)
+        dest = np.zeros_like(blocks)
+        rows, order = np.arange(count), rng.permutation(count)
+        gens = np.zeros(count, np.uint64)
+        assert library.pull((blocks, gens), rows, gens, dest, order).all()
+        assert (dest[order] == blocks).all()
