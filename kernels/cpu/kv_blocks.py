@@ -20,8 +20,7 @@ class KvBlocks:
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._pull = handle.isthmus_pull_blocks
-        pointers, rest = [c_void_p] * 3, [c_long, c_long, c_void_p, c_void_p, c_void_p, c_void_p]
-        self._pull.argtypes = [*pointers, *rest]
+        self._pull.argtypes = (*[c_void_p] * 3, c_long, c_long, *[c_void_p] * 4)
         self._pull.restype = None
 
     def pull(

@@ -13,6 +13,7 @@ from services.kv.layout import KvLayout
 from services.pb import common_pb2
 from services.pb import transfer_pb2 as pb
 from services.transfer.api import FirstTokenInfo
+from services.transfer.config import KIB
 from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode, U64Array
 from services.transfer.wire import WireError
 
@@ -119,7 +120,7 @@ def reject_args(body: bytes) -> tuple[RejectCode, float, str]:
 # ---- READY ------------------------------------------------------------------------------------
 
 
-def ready_bodies(ready: ReadyArgs, max_bytes: int = 512 * 1024) -> Iterable[tuple[int, int, bytes]]:
+def ready_bodies(ready: ReadyArgs, max_bytes: int = 128 * KIB) -> Iterable[tuple[int, int, bytes]]:
     """Serialise READY, split so that no body is longer than `max_bytes`; yields (lo, hi, body)."""
     per_block = 8 + 4 + 8 * ready.digests.shape[1]
     step = max(1, max_bytes // per_block)

@@ -21,6 +21,9 @@ from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
+from services.transfer.doorbell import Doorbell, HungUp, bell_peer
+from services.transfer.values import Peer
+from services.transfer.wire import Message, WireError
 
 _REQUEST = struct.Struct("<8sQH")  # magic, incarnation, length of the worker id that follows
 _REPLY = struct.Struct("<8sQQQ")  # magic, incarnation, number of blocks, bytes of a block
@@ -102,8 +105,23 @@ def _runs(
 # ---- prefill side -----------------------------------------------------------------------------
 
 
+class PoolPeerLost(Exception):
+    """A connection to the pool's socket is over; `base` is empty if it never said who it is."""
+
+    def __init__(self, base: bytes) -> None:
+        super().__init__("lost")
+        self.base = base
+
+
+@dataclass(slots=True, eq=False)
+class _PoolPeer:
+    connection: socket.socket
+    number: int  # of connections accepted: descriptors are used again
+    peer: Peer | None = None  # once it has the pool
+
+
 class PoolServer:
-    """Hands the pool's descriptor to peers of the same user."""
+    """Hands the pool's descriptor to peers of the same user, then carries their messages."""
 
     def __init__(
         self, runtime_dir: Path, memory: KvPoolMemory, incarnation: int, max_peers: int
@@ -116,7 +134,9 @@ class PoolServer:
         self._memory = memory
         self._incarnation = incarnation
         self._max_peers = max_peers
-        self._peers: dict[int, tuple[socket.socket, bytes]] = {}
+        self._peers: dict[int, _PoolPeer] = {}
+        self._bells: dict[bytes, Doorbell] = {}
+        self._num_accepted = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(self.path)
@@ -140,36 +160,96 @@ class PoolServer:
             connection.close()
             return None
         connection.setblocking(False)
-        self._peers[connection.fileno()] = (connection, b"")
+        self._num_accepted += 1
+        self._peers[connection.fileno()] = _PoolPeer(connection, self._num_accepted)
         return connection.fileno()
 
-    def serve(self, fd: int) -> bytes | None:
-        """Answer a peer that is readable; return its base when it hung up, else None.
+    def read(self, fd: int, limit: int) -> list[tuple[Peer, Message | WireError]]:
+        """Read what a connection says: its request, which is answered, then messages.
 
-        A peer that says anything but one right request is cut off (and returned as b"").
+        Raises:
+            PoolPeerLost: it hung up, or asked for something else (then it was cut off).
         """
-        connection, base = self._peers[fd]
+        entry = self._peers.get(fd)
+        if entry is None:  # dropped since it was found readable
+            return []
+        if entry.peer is None:
+            self._answer(entry)
+            return []
+        bell, heard = self._bells[entry.peer.route], list[tuple[Peer, Message | WireError]]()
         try:
-            packet = connection.recv(_MAX_PACKET)
-        except BlockingIOError:
-            return None
-        except ConnectionError:
-            packet = b""
-        asked = _parse_request(packet)
-        if base or asked is None:
-            del self._peers[fd]
-            connection.close()
-            return base
-        self._peers[fd] = (connection, asked)
-        return None if self._hand_over(connection) else self.serve(fd)
+            while len(heard) < limit:
+                try:
+                    message = bell.recv()
+                except WireError as error:
+                    heard.append((entry.peer, error))
+                    continue
+                if message is None:
+                    break
+                heard.append((entry.peer, message))
+        except HungUp:
+            if not heard:
+                raise self._lost(entry) from None
+            # What it said before is handled first; the next read tells again.
+        return heard
+
+    def bell(self, route: bytes) -> Doorbell | None:
+        """Return the connection of that route while it stands."""
+        return self._bells.get(route)
+
+    def drop(self, route: bytes) -> int | None:
+        """Cut a connection off; return its descriptor, already closed."""
+        for fd, entry in list(self._peers.items()):
+            if entry.peer is not None and entry.peer.route == route:
+                self._close(entry)
+                return fd
+        return None
+
+    @property
+    def has_backlog(self) -> bool:
+        """Tell whether some connection has messages that wait."""
+        return any(bell.has_backlog for bell in self._bells.values())
+
+    def flush(self) -> list[bytes]:
+        """Send what waits; return the routes that turned out to be gone."""
+        gone: list[bytes] = []
+        for route, bell in self._bells.items():
+            try:
+                bell.flush()
+            except HungUp:
+                gone.append(route)
+        return gone
 
     def close(self) -> None:
         """Close every connection and remove the socket file."""
-        for connection, _ in self._peers.values():
-            connection.close()
-        self._peers.clear()
+        for entry in list(self._peers.values()):
+            self._close(entry)
         self._listener.close()
         Path(self.path).unlink(missing_ok=True)
+
+    def _answer(self, entry: _PoolPeer) -> None:
+        try:
+            packet = entry.connection.recv(_MAX_PACKET)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            packet = b""
+        base = _parse_request(packet)
+        if base is None or not self._hand_over(entry.connection):
+            raise self._lost(entry)
+        entry.peer = bell_peer(base, entry.number)
+        self._bells[entry.peer.route] = Doorbell(entry.connection, self._incarnation)
+
+    def _lost(self, entry: _PoolPeer) -> PoolPeerLost:
+        base = b"" if entry.peer is None else entry.peer.base
+        self._close(entry)
+        return PoolPeerLost(base)
+
+    def _close(self, entry: _PoolPeer) -> None:
+        del self._peers[entry.connection.fileno()]
+        if entry.peer is not None:
+            del self._bells[entry.peer.route]
+        entry.connection.close()
 
     def _hand_over(self, connection: socket.socket) -> bool:
         fd = self._memory.fd
@@ -180,7 +260,7 @@ class PoolServer:
         try:
             socket.send_fds(connection, [reply], [fd])
         except OSError:
-            return False  # it hung up: the next read says so
+            return False  # it hung up
         return True
 
 
@@ -215,7 +295,7 @@ class ExpectedPool:
 
 
 class PoolClient:
-    """Asks for a peer's pool and keeps the connection as a sign of the peer's life."""
+    """Asks for a peer's pool; the connection then carries messages, and shows the peer's life."""
 
     def __init__(self, path: str, base: bytes) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -226,6 +306,7 @@ class PoolClient:
             worker_id, incarnation = base[:-9], int.from_bytes(base[-8:], "little")
             request = _REQUEST.pack(_MAGIC, incarnation, len(worker_id))
             self._socket.send(request + worker_id)
+            self.bell = Doorbell(self._socket, incarnation)
         except (OSError, HandoverError) as error:
             self._socket.close()
             if isinstance(error, HandoverError):
@@ -249,15 +330,6 @@ class PoolClient:
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def is_hung_up(self) -> bool:
-        """Tell, when readable, whether the peer is gone; it has nothing more to say."""
-        try:
-            return self._socket.recv(_MAX_PACKET) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def close(self) -> None:
         """Close the connection; the mapping stays."""

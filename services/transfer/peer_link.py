@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,6 +11,7 @@ from services.kv.memory import KvPoolMemory
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
+from services.transfer.doorbell import Doorbell, HungUp, fits
 from services.transfer.handshake import (
     Incompatible,
     LocalEnd,
@@ -80,8 +82,21 @@ class PeerLink:
 
     def send(self, kind: MessageType, body: bytes, xfer_id: int, attempt: int) -> None:
         """Send a message of a transfer while the connection stands."""
-        if self.state is not LinkState.DOWN:
+        if self.state is LinkState.DOWN:
+            return
+        bell = self.bell
+        if bell is None or not fits(body):
             self.dealer.send(kind, body, xfer_id, attempt)
+            return
+        # A peer that has gone shows when its end is read; all this is repeated if need be.
+        with contextlib.suppress(HungUp):
+            bell.send(kind, body, xfer_id, attempt)
+
+    @property
+    def bell(self) -> Doorbell | None:
+        """The pool's socket while it carries messages; ZMQ does else."""
+        is_up = self.state is LinkState.UP and self._client is not None
+        return self._client.bell if is_up and self._client is not None else None
 
     def is_readable(self, readable: set[object]) -> bool:
         """Tell whether this connection has something to read."""
@@ -92,7 +107,7 @@ class PeerLink:
         return self._client is not None and self._client.fileno() in readable
 
     def has_gap(self, seq: int) -> bool:
-        """Note a sequence number; True if one or more before it are missing."""
+        """Note a sequence number of ZMQ's; True if one or more before it are missing."""
         expected, self.next_seq = self.next_seq, (seq + 1) & 0xFFFFFFFF
         return expected is not None and seq != expected
 
@@ -113,13 +128,11 @@ class PeerLink:
         except WireError as error:
             self._fail("handoff_failed", f"no sense in the answer to HELLO ({error.reason})")
 
-    def on_client_readable(self, now: float) -> bool:
-        """Read the pool's socket; True if the peer has hung up on an established plane."""
+    def on_client_readable(self) -> None:
+        """Take the pool from its socket."""
         client = self._client
-        if client is None:
-            return False
-        if self.state is not LinkState.ATTACHING:
-            return client.is_hung_up()
+        if client is None or self.state is not LinkState.ATTACHING:
+            return
         assert self._welcome is not None
         expected = ExpectedPool(
             self.target.incarnation,
@@ -131,10 +144,9 @@ class PeerLink:
             self.pool = client.receive(expected)
         except HandoverError as error:
             self._fall_back(str(error))
-            return False
+            return
         if self.pool is not None:
             self._up("memfd")
-        return False
 
     def on_time(self, now: float) -> None:
         """Give up on a handshake that takes too long."""

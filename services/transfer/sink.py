@@ -20,6 +20,7 @@ from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferSt
 from services.transfer.conversion import Conversion
 from services.transfer.counters import SinkCounters
 from services.transfer.cover import Shard, cover_fault
+from services.transfer.doorbell import HungUp
 from services.transfer.end_parts import EndParts
 from services.transfer.intake import Intake
 from services.transfer.link_table import LinkParts, LinkTable
@@ -219,10 +220,10 @@ class TransferSink:
         for command in self._inbox.take():
             self._guarded(command)
         for link in self._links.all():
+            if link.is_client_readable(readable):
+                self._read_client(link)
             if link.is_readable(readable):
                 self._read_link(link)
-            if link.is_client_readable(readable) and link.on_client_readable(self._clock.now()):
-                self._links.drop(link, is_dead=True)
             self._links.settle(link)
         self._run_timers()
         self._intake.grant_credit()
@@ -428,16 +429,44 @@ class TransferSink:
             log.info("transfer.link_broken", peer=link.target.worker_id, reason=why)
             self._links.drop(link, is_dead=False)
 
+    def _read_client(self, link: PeerLink) -> None:
+        """Read the pool's socket: the pool itself, then messages."""
+        bell = link.bell
+        if bell is None:
+            link.on_client_readable()
+            return
+        for _ in range(_MESSAGES_A_TURN):  # what is left makes the next turn's wait short
+            try:
+                message = bell.recv()
+                if message is None:
+                    return
+                self._check_life(link, message)
+                self._on_message(link, message)
+            except WireError as error:
+                self.counters.bad_frames += 1
+                log.warning("transfer.bad_frame", reason=error.reason)
+            except HungUp:
+                self._links.drop(link, is_dead=True)
+                return
+            if link.state is LinkState.DOWN:
+                return
+
     def _handle(self, link: PeerLink, message: Message) -> None:
-        header = message.header
         if link.state is LinkState.GREETING:
             link.on_greeting(message, self._clock.now())
             return
-        if header.incarnation != link.target.incarnation:
+        self._check_life(link, message)
+        if link.has_gap(message.header.seq):
+            self._on_gap(link)
+        self._on_message(link, message)
+
+    def _check_life(self, link: PeerLink, message: Message) -> None:
+        if message.header.incarnation != link.target.incarnation:
             raise WireError("incarnation")
         link.last_heard = self._clock.now()
-        if link.has_gap(header.seq):
-            self._on_gap(link)
+
+    def _on_message(self, link: PeerLink, message: Message) -> None:
+        header = message.header
         receive = self._receives.by_wire(link.target, (header.xfer_id, header.attempt))
         if receive is None:
             self.counters.discarded_frames += link.dealer.discard_rest()

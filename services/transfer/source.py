@@ -25,10 +25,11 @@ from services.transfer import codec, sender
 from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, SourceUnpinned
 from services.transfer.counters import SourceCounters
 from services.transfer.data_pump import DataPump
+from services.transfer.doorbell import HungUp
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.handshake import answer_hello
 from services.transfer.loop import Inbox, Timers
-from services.transfer.memfd_plane import HandoverError, PoolServer
+from services.transfer.memfd_plane import HandoverError, PoolPeerLost, PoolServer
 from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
 from services.transfer.pairing import AS_STORED, Unservable, requested
@@ -217,6 +218,9 @@ class TransferSource:
         self._land_flights()
         for route in self._router.flush():
             self._peer_lost(parse_route(route).base)
+        if self._pool_server is not None:
+            for route in self._pool_server.flush():
+                self._hang_up(route)
         self._pump.run(self._send_some)
 
     def _run_commands(self) -> None:
@@ -237,9 +241,21 @@ class TransferSource:
             wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
-        if self._pump.is_flying or self._router.has_backlog:
+        if self._pump.is_flying or self._has_backlog():
             wait = min(wait, _FLIGHT_POLL_S)
         return max(0.0, wait)
+
+    def _has_backlog(self) -> bool:
+        server = self._pool_server
+        return self._router.has_backlog or (server is not None and server.has_backlog)
+
+    def _hang_up(self, route: bytes) -> None:
+        """Cut off a peer that does not read what the pool's socket has for it."""
+        assert self._pool_server is not None
+        fd = self._pool_server.drop(route)
+        if fd is not None:
+            self._poller.remove(fd)
+        self._peer_lost(parse_route(route).base)
 
     @property
     def _router(self) -> RouterPort:
@@ -428,10 +444,25 @@ class TransferSource:
                 if accepted is not None:
                     self._poller.add(accepted)
                 continue
-            base = server.serve(fd)
-            if base is not None:
+            try:
+                heard = server.read(fd, _MESSAGES_A_TURN)
+            except PoolPeerLost as lost:
                 self._poller.remove(fd)
-                self._peer_lost(base)
+                self._peer_lost(lost.base)
+                continue
+            for peer, message in heard:
+                self._take(peer.route, message)
+
+    def _take(self, route: bytes, message: Message | WireError) -> None:
+        """Handle what a connection said, unless it has said too much that makes no sense."""
+        if self._is_muted(route):
+            return
+        try:
+            if isinstance(message, WireError):
+                raise message
+            self._handle(parse_route(route), message)
+        except WireError as error:
+            self._bad_frame(route, error.reason)
 
     def _read_router(self) -> None:
         for _ in range(_MESSAGES_A_TURN):
@@ -439,14 +470,18 @@ class TransferSource:
             if received is None:
                 return
             route, frames = received
-            if self._mutes.is_muted(route, self._clock.now()):
-                self.counters.muted_frames += 1
+            if self._is_muted(route):
                 continue
             try:
                 self._handle(parse_route(route), decode(frames))
             except WireError as error:
                 self._bad_frame(route, error.reason)
         self._inbox.wake()  # more may be waiting, but commands and timers come first
+
+    def _is_muted(self, route: bytes) -> bool:
+        is_muted = self._mutes.is_muted(route, self._clock.now())
+        self.counters.muted_frames += is_muted
+        return is_muted
 
     def _bad_frame(self, route: bytes, reason: str) -> None:
         self.counters.bad_frames += 1
@@ -624,16 +659,20 @@ class TransferSource:
     def _send(
         self, peer: Peer, kind: MessageType, body: bytes, xfer_id: int = 0, attempt: int = 0
     ) -> None:
+        server = self._pool_server
+        bell = server.bell(peer.route) if server is not None else None
+        # Noted by a command: the caller is in the middle of one session's actions.
         try:
-            self._router.send(peer.route, kind, body, xfer_id, attempt)
+            if bell is None:
+                self._router.send(peer.route, kind, body, xfer_id, attempt)
+            else:
+                bell.send(kind, body, xfer_id, attempt)
         except PeerGone as error:
-            log.info(
-                "transfer.peer_gone",
-                peer=worker_id_of(peer.base),
-                reason=str(error),
-            )
-            # Noted by a command: the caller is in the middle of one session's actions.
+            log.info("transfer.peer_gone", peer=worker_id_of(peer.base), reason=str(error))
             self._inbox.put(lambda: self._peer_lost(peer.base))
+        except HungUp as error:
+            log.info("transfer.peer_gone", peer=worker_id_of(peer.base), reason=str(error))
+            self._inbox.put(lambda: self._hang_up(peer.route))
 
     def _release(self, offered: Offered, action: sender.Release) -> None:
         surplus = self._offers.release(offered)
