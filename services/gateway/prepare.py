@@ -143,17 +143,17 @@ class Preparer:
         return self._text.decode(ids.tolist())
 
     def _tokenize_chat(self, prompt: ChatInput, param: str) -> npt.NDArray[np.uint32]:
-        if self._text.template is None:
-            raise RequestError(
-                "template_error", "the model has no chat template; send a plain prompt", param=param
-            )
-        text = self._text.template.render(prompt.turns)
-        # The template wrote the special tokens itself.
-        return self._encode(text, False, param)
+        context = self._text.manifest.context_length
+        return self._fitting(self._text.encode_chat_at_most(prompt.turns, context), param)
 
     def _encode(self, text: str, add_special: bool, param: str) -> npt.NDArray[np.uint32]:
         context = self._text.manifest.context_length
-        token_ids = self._text.encode_at_most(text, add_special, context)
+        return self._fitting(self._text.encode_at_most(text, add_special, context), param)
+
+    def _fitting(
+        self, token_ids: npt.NDArray[np.uint32] | None, param: str
+    ) -> npt.NDArray[np.uint32]:
+        context = self._text.manifest.context_length
         if token_ids is None:
             raise RequestError(
                 "context_length_exceeded",

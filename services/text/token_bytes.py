@@ -83,6 +83,10 @@ class TokenBytes:
         """Whether the token is marked special in the file."""
         return token_id in self._special_ids
 
+    def special_texts(self) -> list[str]:
+        """Return how the special tokens are written in text."""
+        return [self._added[token_id] for token_id in sorted(self._special_ids)]
+
     def strip_start(self, raw: bytes) -> bytes:
         """Drop the one space SentencePiece puts before a whole text."""
         return raw[1:] if self._strips_start and raw.startswith(b" ") else raw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from services.common.errors import ModelFileError
+from services.common.errors import ModelFileError, RequestError
 from services.common.model_manifest import ModelManifest, read_manifest
-from services.text.template import ChatTemplate, load_chat_template
+from services.text.control_tokens import ControlTokenGuard, without_marker
+from services.text.template import ChatTemplate, ChatTurn, load_chat_template
 from services.text.token_bytes import TokenBytes
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -40,6 +41,7 @@ class TextModel:
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
         self._max_token_bytes = max_token_bytes
+        self._guard = ControlTokenGuard(token_bytes.special_texts())
 
     @staticmethod
     def load(model_dir: Path) -> TextModel:
@@ -95,6 +97,38 @@ class TextModel:
             size *= 2
         ids = self.encode(text, add_special)
         return ids if len(ids) <= max_tokens else None
+
+    def encode_chat_at_most(
+        self, turns: Sequence[ChatTurn], max_tokens: int
+    ) -> npt.NDArray[np.uint32] | None:
+        """Turn a chat into ids by the template, or give None if they are more than `max_tokens`.
+
+        Control tokens that stand in the messages are read as ordinary text.
+
+        Raises:
+            RequestError: template_error.
+        """
+        if self.template is None:
+            message = "the model has no chat template; send a plain prompt"
+            raise RequestError("template_error", message, param="messages")
+        if self._guard.is_any_in(turn.role for turn in turns):
+            raise RequestError("template_error", "a role holds a control token", param="messages")
+        try:
+            contents, marker = self._guard.guard([turn.content for turn in turns])
+            if not marker:
+                # The template writes the special tokens itself.
+                return self.encode_at_most(self.template.render(turns), False, max_tokens)
+            pairs = zip(turns, contents, strict=True)
+            text = self.template.render([ChatTurn(turn.role, text) for turn, text in pairs])
+            # Markers are tokens more, each between two characters of the messages.
+            if self.encode_at_most(text, False, max_tokens + 3 * text.count(marker)) is None:
+                return None
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = without_marker(text, encoding.ids, encoding.offsets, marker)
+        except ValueError:
+            message = "the messages hold control tokens of the model, and cannot be told from text"
+            raise RequestError("template_error", message, param="messages") from None
+        return np.asarray(ids, dtype=np.uint32) if len(ids) <= max_tokens else None
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
         """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
