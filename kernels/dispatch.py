@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +28,7 @@ class AttentionKernels(Protocol):
         query_starts: Tensor,
         context_lens: Tensor,
         scale: float,
+        more_pools: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """See `kernels.ops.attention.paged_attention`."""
         ...

@@ -14,14 +14,26 @@
 #define TILE_ROWS 32
 #define MAX_JOINT_ROWS 4
 
+/* An entry of a block table: which pool, and which block of it. Pool 0 is our own. */
+#define MAX_POOLS 8
+#define POOL_SHIFT 24
+#define POOL_MASK ((1 << POOL_SHIFT) - 1)
+
 enum { DTYPE_FLOAT = 0, DTYPE_BF16 = 1 };
 
 typedef struct {
     char *pool; /* start of the layer's K half in block 0 */
-    long block_stride, kv_stride, head_stride; /* bytes */
+    long block_stride, kv_stride, head_stride; /* bytes; the same in every pool */
     long num_blocks, num_kv_heads, block_size, head_dim;
     int dtype;
+    int num_pools;
+    const char *pools[MAX_POOLS]; /* like `pool`; pools[0] is `pool`, the others are read only */
+    long pool_blocks[MAX_POOLS];  /* 0 = no pool here */
 } kv_layer;
+
+INLINE const char *block_of(const kv_layer *kv, int32_t entry) {
+    return kv->pools[entry >> POOL_SHIFT] + (long)(entry & POOL_MASK) * kv->block_stride;
+}
 
 typedef struct {
     int num_rows;
@@ -174,12 +186,10 @@ static void attend_tile(const kv_layer *kv, row_tile *tile, const int32_t *block
     long half_bytes = bs * kv->head_dim * (kv->dtype == DTYPE_BF16 ? 2 : 4);
     int whole = kv->head_dim == width && bs % VL == 0;
     for (long base = 0; base < end; base += bs) {
-        const char *keys = kv->pool + block_table[base / bs] * kv->block_stride +
-                           kv_head * kv->head_stride;
+        const char *keys = block_of(kv, block_table[base / bs]) + kv_head * kv->head_stride;
         const char *values = keys + kv->kv_stride;
         if (base + bs < end) {
-            const char *next = kv->pool + block_table[base / bs + 1] * kv->block_stride +
-                               kv_head * kv->head_stride;
+            const char *next = block_of(kv, block_table[base / bs + 1]) + kv_head * kv->head_stride;
             prefetch_half(next, half_bytes);
             prefetch_half(next + kv->kv_stride, half_bytes);
         }

@@ -105,7 +105,7 @@ class CpuDecoder:
             slots.data_ptr(),
             rows.data_ptr(),
             rows.shape[0],
-            kv_layer(kv_pool, 0),
+            kv_layer(kv_pool, 0, inputs.more_pools),
             kv_pool.stride(1) * kv_pool.itemsize,
             batch_view(tables, starts, lens, hidden.shape[0], self._num_heads),
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _MAX_HEAD_DIM = 256
 _MAX_BLOCK_SIZE = 128
+_MAX_POOLS = 8
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 ERRORS = {
@@ -37,6 +38,9 @@ class KvLayer(ctypes.Structure):
         ("block_size", c_long),
         ("head_dim", c_long),
         ("dtype", c_int),
+        ("num_pools", c_int),
+        ("pools", c_void_p * _MAX_POOLS),
+        ("pool_blocks", c_long * _MAX_POOLS),
     ]
 
 
@@ -74,6 +78,9 @@ class Batch(ctypes.Structure):
         ("num_tokens", c_long),
         ("num_heads", c_long),
     ]
+
+
+MorePools = Sequence[Tensor | None]  # pools 1, 2, .. of block tables; see paged_attention
 
 
 _SIGNATURES: dict[str, list[Any]] = {
@@ -277,8 +284,9 @@ class CpuKernels:
         query_starts: Tensor,
         context_lens: Tensor,
         scale: float,
+        more_pools: MorePools = (),
     ) -> Tensor:
-        """Attend straight from the pool."""
+        """Attend straight from the pools."""
         tables, starts, lens = (
             block_tables.contiguous(),
             query_starts.contiguous(),
@@ -286,7 +294,7 @@ class CpuKernels:
         )
         out = q.new_empty(q.shape)
         batch = batch_view(tables, starts, lens, q.shape[0], q.shape[1])
-        pool = kv_layer(kv_pool, layer)
+        pool = kv_layer(kv_pool, layer, more_pools)
         check(self._paged_attention(pool, batch, _rows(q), _rows(out), scale))
         return out
 
@@ -310,13 +318,17 @@ def batch_view(
     )
 
 
-def kv_layer(kv_pool: Tensor, layer: int) -> KvLayer:
-    """Point at one layer of the pool."""
+def kv_layer(kv_pool: Tensor, layer: int, more_pools: MorePools = ()) -> KvLayer:
+    """Point at one layer of the pool, and of the others it may be read with."""
     num_blocks, _, _, num_kv_heads, block_size, head_dim = kv_pool.shape
     block, layer_stride, kv, head, _, _ = kv_pool.stride()
     itemsize = kv_pool.itemsize
+    offset = layer * layer_stride * itemsize
+    own = kv_pool.data_ptr() + offset
+    others = [None if pool is None else pool.data_ptr() + offset for pool in more_pools]
+    counts = [0 if pool is None else pool.shape[0] for pool in more_pools]
     return KvLayer(
-        kv_pool.data_ptr() + layer * layer_stride * itemsize,
+        own,
         block * itemsize,
         kv * itemsize,
         head * itemsize,
@@ -325,6 +337,9 @@ def kv_layer(kv_pool: Tensor, layer: int) -> KvLayer:
         block_size,
         head_dim,
         _DTYPE_CODES[kv_pool.dtype],
+        1 + len(others),
+        (c_void_p * _MAX_POOLS)(own, *others),
+        (c_long * _MAX_POOLS)(num_blocks, *counts),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from kernels import dispatch
 from kernels.reference import attention as reference
 
 _KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# An entry of a block table is `pool << POOL_SHIFT | block`; pool 0 is the one that is written.
+POOL_SHIFT = 24
+MAX_POOLS = 8
 
 
 def paged_attention(
@@ -19,6 +24,7 @@ def paged_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    more_pools: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Attend causally over each sequence's own blocks: prefill with prefix and decode in one op.
 
@@ -31,10 +37,13 @@ def paged_attention(
         kv_pool: `[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`,
             contiguous within a block; `num_heads` is a multiple of `num_kv_heads`.
         layer: which layer of the pool.
-        block_tables: `[num_seqs, max_blocks]` int32 block ids in order, -1 = unused.
+        block_tables: `[num_seqs, max_blocks]` int32 entries in order, -1 = unused: a block id, or
+            `p << POOL_SHIFT | block id` for block of `more_pools[p - 1]`.
         query_starts: `[num_seqs + 1]` int32, first row of each sequence and the total.
         context_lens: `[num_seqs]` int32, tokens of the sequence including this step's.
         scale: factor on the scores, usually `head_dim ** -0.5`.
+        more_pools: up to MAX_POOLS - 1 pools of the same geometry, None where there is none; they
+            are read only.
 
     Returns:
         `[num_tokens, num_heads, head_dim]` of q's dtype, contiguous. On the CPU library each row
@@ -43,7 +52,8 @@ def paged_attention(
     _check_pool(kv_pool, layer)
     _check_query(q, kv_pool)
     _check_sequences(q, block_tables, query_starts, context_lens)
-    args = (q, kv_pool, layer, block_tables, query_starts, context_lens, scale)
+    check_more_pools(kv_pool, more_pools)
+    args = (q, kv_pool, layer, block_tables, query_starts, context_lens, scale, more_pools)
     cpu = dispatch.cpu_kernels(q)
     if cpu is not None and cpu.can_attend(q, kv_pool):
         return cpu.paged_attention(*args)
@@ -85,6 +95,18 @@ def _check_pool(kv_pool: Tensor, layer: int) -> None:
         raise ValueError(f"kv_pool dtype {kv_pool.dtype} is not one of {_KV_DTYPES}")
     if not 0 <= layer < kv_pool.shape[1]:
         raise ValueError(f"layer {layer} is outside the pool's {kv_pool.shape[1]} layers")
+
+
+def check_more_pools(kv_pool: Tensor, more_pools: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless block tables can name blocks of these pools beside ours."""
+    if len(more_pools) >= MAX_POOLS:
+        raise ValueError(f"{1 + len(more_pools)} pools, {MAX_POOLS} can be named")
+    for pool in more_pools:
+        if pool is None:
+            continue
+        same = (pool.shape[1:], pool.stride()) == (kv_pool.shape[1:], kv_pool.stride())
+        if not same or (pool.dtype, pool.device) != (kv_pool.dtype, kv_pool.device):
+            raise ValueError(f"a pool {tuple(pool.shape)} beside one of {tuple(kv_pool.shape)}")
 
 
 def _check_query(q: Tensor, kv_pool: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.cpu.decoder import CpuDecoder, fits
 from kernels.ops.activation import silu_mul
-from kernels.ops.attention import paged_attention, write_kv
+from kernels.ops.attention import check_more_pools, paged_attention, write_kv
 from kernels.ops.decoder_parts import DecoderGeometry, DecoderLayer, StepInputs
 from kernels.ops.linear import linear
 from kernels.ops.norm import add_rms_norm, rms_norm
@@ -75,6 +75,7 @@ def decoder_step(
         `[num_logits, hidden]`: the rows `logit_rows` after the final norm.
     """
     _check_step(hidden, decoder, kv_pool, inputs)
+    check_more_pools(kv_pool, inputs.more_pools)
     native = decoder.native
     if native is not None and native.can_run(hidden, kv_pool):
         return native.step(hidden, kv_pool, inputs)
@@ -102,6 +103,7 @@ def step_by_ops(
             inputs.query_starts,
             inputs.context_lens,
             geometry.scale,
+            inputs.more_pools,
         ).flatten(1)
         if is_last:  # beyond its keys and values only rows whose logits are wanted matter
             attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,11 @@ class StepInputs(Protocol):
     @property
     def logit_rows(self) -> Tensor:
         """`[num_logits]` int64, at most one a token."""
+        ...
+
+    @property
+    def more_pools(self) -> Sequence[Tensor | None]:
+        """Pools 1, 2, .. that block tables may name; usually none."""
         ...
 
 

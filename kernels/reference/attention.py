@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+_POOL_SPAN = 1 << 24  # entries of block tables per pool
 
 
 def paged_attention(
@@ -14,6 +18,7 @@ def paged_attention(
     query_starts: Tensor,  # [num_seqs + 1] int32
     context_lens: Tensor,  # [num_seqs] int32
     scale: float,
+    more_pools: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Gather each sequence's context and attend to it causally, in float32."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -22,18 +27,27 @@ def paged_attention(
         first, last = starts[seq], starts[seq + 1]
         if first == last:
             continue
-        keys, values = gather_context(kv_pool, layer, block_tables[seq], context_len)
+        keys, values = gather_context(kv_pool, layer, block_tables[seq], context_len, more_pools)
         out[first:last] = causal_attention(q[first:last], keys, values, scale).to(q.dtype)
     return out
 
 
 def gather_context(
-    kv_pool: Tensor, layer: int, block_table: Tensor, context_len: int
+    kv_pool: Tensor,
+    layer: int,
+    block_table: Tensor,
+    context_len: int,
+    more_pools: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
     """Copy out one sequence: keys, values, each `[context_len, num_kv_heads, head_dim]`."""
     block_size = kv_pool.shape[4]
     block_ids = block_table[: -(-context_len // block_size)].long()
-    blocks = kv_pool[block_ids, layer]  # [num_ctx_blocks, 2, num_kv_heads, block_size, head_dim]
+    # blocks: `[num_ctx_blocks, 2, num_kv_heads, block_size, head_dim]`
+    blocks = kv_pool[block_ids % _POOL_SPAN, layer] if more_pools else kv_pool[block_ids, layer]
+    for number, pool in enumerate(more_pools, start=1):
+        if pool is not None:
+            theirs = block_ids // _POOL_SPAN == number
+            blocks[theirs] = pool[block_ids[theirs] % _POOL_SPAN, layer]
     tokens = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
     return tokens[0], tokens[1]
 

@@ -1,5 +1,7 @@
 """Choose between the two paged attention kernels without asking the device anything."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels.triton_impl.paged_decode import paged_decode
@@ -18,6 +20,7 @@ class TritonKernels:
         query_starts: Tensor,
         context_lens: Tensor,
         scale: float,
+        more_pools: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """Decode kernel when there are no more rows than sequences, prefill kernel otherwise.
 
@@ -25,4 +28,6 @@ class TritonKernels:
         """
         is_decode = q.shape[0] <= context_lens.shape[0]
         launch = paged_decode if is_decode else paged_prefill
-        return launch(q, kv_pool, layer, block_tables, query_starts, context_lens, scale)
+        return launch(
+            q, kv_pool, layer, block_tables, query_starts, context_lens, scale, more_pools
+        )

@@ -17,11 +17,14 @@ The split size is a constant, so a row's result does not depend on the batch. Co
 the interpreter; not yet run on a GPU.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_impl.pools import block_offsets, pool_table
 from kernels.triton_impl.tuning import FP_FUSION, SPLIT_KEYS, compute_dtype, decode_tiling
 
 
@@ -44,6 +47,7 @@ def row_visible_keys(query_starts, context_lens, num_seqs, row):
 def paged_decode_kernel(
     q,  # [num_tokens, num_heads, head_dim]
     kv_pool,  # one layer's K half of [num_blocks, layers, 2, num_kv_heads, block_size, head_dim]
+    pool_offsets,  # [MAX_POOLS] int64, elements from kv_pool to the same place of each pool
     block_tables,  # [num_seqs, max_blocks] int32
     query_starts,  # [num_seqs + 1] int32
     context_lens,  # [num_seqs] int32
@@ -67,6 +71,7 @@ def paged_decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    MANY_POOLS: tl.constexpr,
 ):
     """One program: one query row, one KV head, one split of its keys."""
     row = tl.program_id(0)
@@ -98,7 +103,7 @@ def paged_decode_kernel(
             block_tables + seq * table_stride + keys // BLOCK_SIZE, mask=key_ok, other=0
         )
         slots = (
-            block_ids.to(tl.int64) * kv_block_stride
+            block_offsets(block_ids, pool_offsets, kv_block_stride, key_ok, MANY_POOLS)
             + kv_head * kv_head_stride
             + (keys % BLOCK_SIZE) * kv_slot_stride
         )
@@ -182,6 +187,7 @@ def paged_decode(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    more_pools: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Launch splits, then the merge; takes any batch, pays off when most sequences have one row."""
     num_tokens, num_heads, head_dim = q.shape
@@ -199,6 +205,7 @@ def paged_decode(
     paged_decode_kernel[(num_tokens, num_kv_heads, num_splits)](
         q,
         pool,
+        pool_table(kv_pool, more_pools) if more_pools else query_starts,
         block_tables,
         query_starts,
         context_lens,
@@ -222,6 +229,7 @@ def paged_decode(
         BLOCK_N=tiling.block_n,
         SPLIT=SPLIT_KEYS,
         COMPUTE=compute_dtype(q.dtype, kv_pool.dtype),
+        MANY_POOLS=bool(more_pools),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=FP_FUSION,

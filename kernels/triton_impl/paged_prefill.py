@@ -11,11 +11,14 @@ byte of KV serves BLOCK_M rows and the kernel is bound by matrix arithmetic, not
 Compiled and run in the interpreter; not yet run on a GPU.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_impl.pools import block_offsets, pool_table
 from kernels.triton_impl.tuning import FP_FUSION, compute_dtype, prefill_tiling
 
 
@@ -38,6 +41,7 @@ def find_sequence(query_starts, num_seqs, tile, TILE_TOKENS: tl.constexpr):
 def paged_prefill_kernel(
     q,  # [num_tokens, num_heads, head_dim]
     kv_pool,  # one layer's K half of [num_blocks, layers, 2, num_kv_heads, block_size, head_dim]
+    pool_offsets,  # [MAX_POOLS] int64, elements from kv_pool to the same place of each pool
     block_tables,  # [num_seqs, max_blocks] int32
     query_starts,  # [num_seqs + 1] int32
     context_lens,  # [num_seqs] int32
@@ -60,6 +64,7 @@ def paged_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
+    MANY_POOLS: tl.constexpr,
 ):
     """One program: up to BLOCK_M // GROUP tokens of one sequence, one KV head."""
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -97,7 +102,7 @@ def paged_prefill_kernel(
             block_tables + seq * table_stride + keys // BLOCK_SIZE, mask=key_ok, other=0
         )
         slots = (
-            block_ids.to(tl.int64) * kv_block_stride
+            block_offsets(block_ids, pool_offsets, kv_block_stride, key_ok, MANY_POOLS)
             + kv_head * kv_head_stride
             + (keys % BLOCK_SIZE) * kv_slot_stride
         )
@@ -140,6 +145,7 @@ def paged_prefill(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    more_pools: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Launch over (tiles, KV heads); takes any batch, decode rows included, without a host sync."""
     num_tokens, num_heads, head_dim = q.shape
@@ -155,6 +161,7 @@ def paged_prefill(
     paged_prefill_kernel[(num_tiles, num_kv_heads)](
         q,
         pool,
+        pool_table(kv_pool, more_pools) if more_pools else query_starts,
         block_tables,
         query_starts,
         context_lens,
@@ -177,6 +184,7 @@ def paged_prefill(
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         COMPUTE=compute_dtype(q.dtype, kv_pool.dtype),
+        MANY_POOLS=bool(more_pools),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=FP_FUSION,

@@ -26,6 +26,8 @@ class StepBatch:
     query_starts: Tensor  # [num_seqs + 1] int32
     context_lens: Tensor  # [num_seqs] int32, including this step's tokens
     logit_rows: Tensor  # [num_logits] int64: rows of which logits are wanted
+    # Pools 1, 2, .. that block tables may name besides ours; read only, of the same geometry.
+    more_pools: tuple[Tensor | None, ...] = ()
 
 
 class Model(Protocol):

@@ -61,6 +61,34 @@ def make_batch(
     )
 
 
+def spread_over_pools(
+    batch: PagedBatch, num_pools: int, seed: int = 1
+) -> tuple[PagedBatch, tuple[Tensor | None, ...]]:
+    """Move blocks of a batch to further pools, leaving NaN behind; some pools are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    own, tables = batch.kv_pool.clone(), batch.block_tables.clone()
+    pools: list[Tensor | None] = []
+    for number in range(1, num_pools):
+        size = number + len(own) // 2  # pools differ in size
+        pools.append(None if number == 2 else torch.full_like(own[:1], torch.nan).repeat(
+            size, 1, 1, 1, 1, 1
+        ))  # fmt: skip
+    taken = [0] * num_pools
+    for row in range(tables.shape[0]):
+        for column in range(tables.shape[1]):
+            entry = int(tables[row, column])
+            number = int(torch.randint(num_pools, (1,), generator=generator))
+            pool = pools[number - 1] if number else None
+            if entry < 0 or pool is None or taken[number] == len(pool):
+                continue
+            to = taken[number] = taken[number] + 1
+            pool[-to] = own[entry]
+            own[entry] = torch.nan
+            tables[row, column] = number << 24 | len(pool) - to
+    moved = PagedBatch(own, tables, batch.query_starts, batch.context_lens)
+    return moved, tuple(pools)
+
+
 def make_queries(
     num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:

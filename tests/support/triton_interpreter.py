@@ -16,7 +16,7 @@ from kernels.reference.attention import paged_attention
 from kernels.triton_impl.attention import TritonKernels
 from kernels.triton_impl.paged_decode import paged_decode
 from kernels.triton_impl.paged_prefill import paged_prefill
-from tests.support.paged_batch import PagedBatch, make_batch, make_queries
+from tests.support.paged_batch import PagedBatch, make_batch, make_queries, spread_over_pools
 
 KERNELS = {"paged_prefill": paged_prefill, "paged_decode": paged_decode}
 LENGTHS = (1, 7, 15, 16, 17, 100)
@@ -74,6 +74,17 @@ def strided_views_agree() -> bool:
     return all(torch.allclose(result, expected, atol=1e-5) for result in results)
 
 
+def many_pools_error(kernel: str) -> float:
+    """Return the largest difference when blocks lie in several pools."""
+    batch = make_batch([(1, 40), (1, 100), (1, 17)])
+    moved, more_pools = spread_over_pools(batch, 4)
+    q = make_queries(batch.num_tokens, 4, 64)
+    rest = (batch.query_starts, batch.context_lens, 0.125)
+    expected = paged_attention(q, batch.kv_pool, 1, batch.block_tables, *rest)
+    actual = KERNELS[kernel](q, moved.kv_pool, 1, moved.block_tables, *rest, more_pools)
+    return float((actual - expected).abs().nan_to_num(torch.inf).max())
+
+
 def main() -> None:
     """Print `{kernel: {dtype: {shape: error}}}` and two single checks."""
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -84,6 +95,7 @@ def main() -> None:
         },
         "mixed_storage": mixed_storage_error(),
         "strided_views": strided_views_agree(),
+        "many_pools": {kernel: many_pools_error(kernel) for kernel in KERNELS},
     }
     json.dump(report, sys.stdout)
 

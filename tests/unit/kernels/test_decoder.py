@@ -27,6 +27,7 @@ class Step:
     query_starts: Tensor
     context_lens: Tensor
     logit_rows: Tensor
+    more_pools: tuple[Tensor | None, ...] = ()
 
 
 def make_decoder(*, qk_norm: bool = False, bias: bool = False) -> PackedDecoder:
@@ -105,6 +106,26 @@ def test_equals_the_single_ops_bit_for_bit(
     assert torch.equal(out, expected)
     assert torch.equal(pool.nan_to_num(7.0), expected_pool.nan_to_num(7.0))
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_other_pools_give_the_same_bits(kv_dtype: torch.dtype) -> None:
+    decoder = make_decoder()
+    step, pool, hidden = make_step([(1, 100), (3, 40), (1, 5)], [0, 3, 4])
+    pool = pool.to(kv_dtype)
+    expected = decoder_step(hidden.clone(), decoder, pool.clone(), step)
+    theirs, tables = torch.full_like(pool[:7], torch.nan), step.block_tables.clone()
+    for to, (seq, index) in enumerate([(0, 0), (0, 2), (0, 5), (1, 1)]):
+        block = int(tables[seq, index])
+        theirs[6 - to], pool[block] = pool[block].clone(), torch.nan
+        tables[seq, index] = 2 << 24 | 6 - to
+    before = theirs.clone()
+
+    step = replace(step, block_tables=tables, more_pools=(None, theirs))
+    out = decoder_step(hidden.clone(), decoder, pool, step)
+
+    assert torch.equal(out, expected)
+    assert torch.equal(theirs.nan_to_num(7.0), before.nan_to_num(7.0)), "it is only read"
 
 
 def test_runs_natively_where_the_library_does() -> None:

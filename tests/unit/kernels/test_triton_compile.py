@@ -52,6 +52,8 @@ def compile_for(
             signature[name] = f"*{dtype}"
         elif name in INT_POINTERS:
             signature[name] = "*i32"
+        elif name == "pool_offsets":
+            signature[name] = "*i64"
         elif name.startswith("partial_"):
             signature[name] = "*fp32"
         else:
@@ -76,6 +78,7 @@ def constexprs_of(tiling: Tiling, head_dim: int, group: int, dtype: str) -> dict
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "COMPUTE": compute_dtype(DTYPES[dtype], DTYPES[dtype]),
+        "MANY_POOLS": False,
     }
 
 
@@ -124,6 +127,18 @@ def test_float32_large_and_padded_heads_fit(capability: int, head_dim: int, dtyp
         compiled = compile_for(kernel, capability, dtype, tiling, constexprs)
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_block_tables_over_several_pools_compile(capability: int) -> None:
+    for kernel, tiling, extra in (
+        (paged_prefill_kernel, prefill_tiling(3, 64, 2), {}),
+        (paged_decode_kernel, decode_tiling(3, 64, 2), {"SPLIT": SPLIT_KEYS}),
+    ):
+        constexprs = constexprs_of(tiling, 64, 3, "bf16") | extra | {"MANY_POOLS": True}
+        compiled = compile_for(kernel, capability, "bf16", tiling, constexprs)
+        assert compiled.asm["cubin"]
+        assert 0 < compiled.metadata.shared <= SHARED_LIMIT[capability]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

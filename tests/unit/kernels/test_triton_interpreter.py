@@ -46,3 +46,8 @@ def test_mixed_storage_computes_in_float32(report: Any) -> None:
 
 def test_queries_may_be_views_of_a_fused_projection(report: Any) -> None:
     assert report["strided_views"] is True
+
+
+@pytest.mark.parametrize("kernel", ["paged_prefill", "paged_decode"])
+def test_blocks_may_lie_in_several_pools(report: Any, kernel: str) -> None:
+    assert report["many_pools"][kernel] < 2e-6
