@@ -21,6 +21,8 @@ from services.common.model_manifest import ModelManifest
 from services.common.sampling import SamplingParams
 from services.engine.plan import SampleTask
 from services.engine.sampler import sample
+from services.kv.attached import AttachedKv
+from services.kv.block_table import MAX_POOL_BLOCKS, POOL_SHIFT
 from services.kv.digest import block_digests
 from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.kv.memory import KvPoolMemory
@@ -95,6 +97,7 @@ class ScriptedModel:
         if row_bytes % _WORD_BYTES:
             raise ValueError("a head's row must be a whole number of 64-bit words")
         self._memory = memory
+        self._peers: dict[int, KvPoolMemory] = {}  # pools that rows read in place, by number
         planes = layout.num_layers * 2 * layout.num_kv_heads
         width = row_bytes // _WORD_BYTES
         # [num_blocks, layers x K/V x heads, block_size, words of a head's row]
@@ -120,13 +123,26 @@ class ScriptedModel:
 
     def _state_at(self, position: int, block_ids: BlockIds) -> int:
         block, offset = divmod(position, BLOCK_TOKENS)
-        return int(self._words[block_ids[block], 0, offset, 0])
+        row = self._block(int(block_ids[block])).view(np.uint64)
+        planes, width = self._multipliers.shape
+        return int(row.reshape(planes, BLOCK_TOKENS, width)[0, offset, 0])
+
+    def read_also(self, kv: AttachedKv) -> None:
+        """Block tables may name blocks of this peer's pool from now on."""
+        self._peers[kv.pool_id] = kv.pool
+
+    def _block(self, entry: int) -> npt.NDArray[np.uint8]:
+        number, block = entry >> POOL_SHIFT, entry % MAX_POOL_BLOCKS
+        pool = self._peers[number] if number else self._memory
+        row: npt.NDArray[np.uint8] = pool.blocks[block]
+        return row
 
     def logits(self, num_tokens: int, block_ids: BlockIds) -> Logits:
         """Return logits [vocab_size] that depend on every KV byte of the context."""
         full, rest = divmod(num_tokens, BLOCK_TOKENS)
         digest = xxhash.xxh3_64(seed=num_tokens)
-        digest.update(np.ascontiguousarray(self._memory.blocks[block_ids[:full]]).data)
+        for entry in block_ids[:full].tolist():
+            digest.update(self._block(entry).data)
         if rest:
             tail = self._words[block_ids[full], :, :rest, :]
             digest.update(np.ascontiguousarray(tail).data)
@@ -148,6 +164,10 @@ class ScriptedModel:
 
     def fetch(self, block_ids: Sequence[BlockId]) -> None:
         """Nothing to do: the bytes are where the model reads them."""
+
+    def copy_home(self, kv: AttachedKv, at: int, dst: BlockId, *, verify: bool) -> bool:
+        """Copy an attached block into ours."""
+        return kv.copy_home(at, self._memory, dst, verify=verify)
 
 
 def _next_state(state: int, token_id: int) -> int:

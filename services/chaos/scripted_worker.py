@@ -84,10 +84,14 @@ class ScriptedExecutor:
         return StepResult(rows, time.perf_counter() - started)
 
     def _run(self, row: PlanRow) -> RowResult:
+        if row.attached is not None:
+            self._model.read_also(row.attached.kv)
         self._model.write(row.start, row.token_ids, row.slots, row.block_ids)
         if not row.tasks:
             return RowResult()
         logits = self._model.logits(row.start + len(row.token_ids), row.block_ids)
+        if row.attached is not None and not row.attached.is_current():
+            return RowResult(is_stale=True)
         return RowResult(tuple(sample(logits, task, self._eos_token_ids) for task in row.tasks))
 
 

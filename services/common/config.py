@@ -121,8 +121,22 @@ class WorkerSettings(Section):
 class TransferSettings(Section):
     """How KV crosses between workers."""
 
-    planes: tuple[Literal["memfd", "cuda_ipc", "nccl", "zmq"], ...] = setting(
-        ("memfd", "zmq"), "planes this worker may use, best first", min_length=1
+    planes: tuple[Literal["attach", "memfd", "cuda_ipc", "nccl", "zmq"], ...] = setting(
+        ("memfd", "zmq"),
+        "planes this worker may use, best first; `attach` reads a peer's pool in place",
+        min_length=1,
+    )
+    attach_move_after_tokens: int = setting(
+        16, "answers up to this long never move attached blocks", unit="tokens", ge=0
+    )
+    attach_move_blocks: int = setting(
+        4, "attached blocks a longer answer moves home in each step", unit="blocks", gt=0
+    )
+    attach_max_ms: int = setting(
+        60_000, "time after which attached blocks move home anyway", unit="ms", ge=100
+    )
+    attach_pin_share: float = setting(
+        0.5, "share of a pool that readers in place may hold", gt=0, le=1
     )
     lease_ms: int = setting(
         10_000, "time a running transfer lives without a renewal", unit="ms", ge=100

@@ -13,6 +13,8 @@ Handing off (prefill side), in this order for one request:
 Receiving (decode side):
   ReceiveWanted -> BlocksReserved -> command `received` | `receive_failed`
   (CancelReceive may come at any point; `receive_failed` then ends it)
+  Where `received` names attached blocks, they are read in the peer's pool until AttachReleased,
+  which comes exactly once; `move_attached` asks for it soon.
 Migrating (decode side, command `migrate`): MigrateRefused, or all of a hand-off at once, with
   the tokens so far in OfferReady; the other worker gets them in `EngineRequest.generated`.
 """
@@ -29,6 +31,7 @@ import numpy.typing as npt
 
 from services.common.ids import BlockHash, BlockId
 from services.common.sampling import SamplingParams
+from services.kv.attached import AttachedKv
 from services.kv.form import EXACT
 
 RequestKey = NewType("RequestKey", str)  # unique in this worker: router incarnation/request/attempt
@@ -238,6 +241,17 @@ class CancelReceive:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class AttachReleased:
+    """Nothing of this request reads the peer's pool any more.
+
+    `is_intact` is False when a block there has changed: then nothing of it was used.
+    """
+
+    key: RequestKey
+    is_intact: bool
+
+
 EngineEvent = (
     TokensOut
     | Refused
@@ -251,6 +265,7 @@ EngineEvent = (
     | ReceiveWanted
     | BlocksReserved
     | CancelReceive
+    | AttachReleased
 )
 
 
@@ -272,6 +287,9 @@ class EngineLoad:
     requests_open: int = 0  # incl. ones whose blocks are lent out
     steps: int = 0
     preemptions: int = 0
+    blocks_attached: int = 0  # of peers' pools, read in place; in no other count
+    attach_moved: int = 0  # attached blocks moved into our pool
+    attach_changed: int = 0  # work items whose attached blocks changed under them
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +345,17 @@ class Engine(Protocol):
         first: tuple[FirstToken, ...],
         prefill_us: int,
         kv_form: str = EXACT,
+        attached: AttachedKv | None = None,
     ) -> None:
         """All blocks of a CONTINUE item are written and verified, their digests stored.
 
-        `kv_form` says what their numbers are (kv.form); blocks that were had are of it too.
+        `kv_form` says what their numbers are (kv.form); blocks that were had are of it too. Those
+        of `attached` are exact and not written: they are verified and read where they are.
         """
+        ...
+
+    def move_attached(self, key: RequestKey) -> None:
+        """Move what a request reads in a peer's pool into ours, soon; unknown keys are ignored."""
         ...
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:

@@ -33,6 +33,10 @@ class EngineConfig:
     watchdog_s: float = 3.0  # no progress for this long, or 5 usual steps, means dead
     warmup_watchdog_s: float = 60.0  # the same before the first steps are done
     idle_wait_s: float = 0.25
+    # Blocks read in a peer's pool (plane attach): an answer of so many tokens never moves them.
+    attach_move_after_tokens: int = 16
+    attach_move_blocks: int = 4  # a step and sequence, from then on
+    attach_move_blocks_urgent: int = 64  # the same when their owner wants them back
 
     def __post_init__(self) -> None:
         if self.block_size != BLOCK_TOKENS:
@@ -44,6 +48,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1")
         if not 1 <= self.min_chunk_tokens <= self.max_chunk_tokens:
             raise ConfigError("min_chunk_tokens must be at least 1 and at most max_chunk_tokens")
+        for name in ("attach_move_blocks", "attach_move_blocks_urgent"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
         if self.max_step_tokens < self.max_num_seqs + self.min_chunk_tokens:
             raise ConfigError(
                 "max_step_tokens must hold a token of each of max_num_seqs sequences and one chunk"

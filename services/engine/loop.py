@@ -26,6 +26,7 @@ from services.engine.config import EngineConfig, check_role_weights
 from services.engine.plan import StepPlan, StepResult
 from services.engine.scheduler import Scheduler
 from services.engine.watchdog import Watchdog
+from services.kv.attached import AttachedKv
 from services.kv.form import EXACT
 from services.telemetry.logs import get_logger
 
@@ -143,10 +144,15 @@ class EngineLoop:
         first: tuple[FirstToken, ...],
         prefill_us: int,
         kv_form: str = EXACT,
+        attached: AttachedKv | None = None,
     ) -> None:
-        """All blocks of a CONTINUE item are written and verified, their digests stored."""
+        """All blocks of a CONTINUE item are verified: written, or `attached` where they are."""
         del prefill_us  # spent on another worker: the router has it from there
-        self._send(key, lambda now: self._scheduler.received(key, first, now, kv_form))
+        self._send(key, lambda now: self._scheduler.received(key, first, now, kv_form, attached))
+
+    def move_attached(self, key: RequestKey) -> None:
+        """Move what a request reads in a peer's pool into ours, soon; unknown keys are ignored."""
+        self._send(key, lambda _now: self._scheduler.move_attached(key))
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:
         """The receiver has stopped writing; with `recompute` prefill here, else end the item."""

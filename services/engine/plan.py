@@ -11,6 +11,7 @@ import numpy.typing as npt
 from services.common.sampling import SamplingParams
 from services.engine.api import TokenArray, TokenLogprobs
 from services.engine.request import Sequence
+from services.kv.attached import AttachedKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,18 @@ class SampleTask:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedRow:
+    """What a row reads in a peer's pool: the blocks of `kv` from `first` on."""
+
+    kv: AttachedKv
+    first: int
+
+    def is_current(self) -> bool:
+        """Say, after the row was computed, whether what it read was what it should be."""
+        return self.kv.is_current(self.first)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """Tokens [start, start + len(token_ids)) of one sequence; its KV goes to `slots`."""
 
@@ -37,6 +50,7 @@ class PlanRow:
     slots: npt.NDArray[np.int64]
     block_ids: npt.NDArray[np.int32]
     tasks: tuple[SampleTask, ...]  # empty unless the last known token is in this row
+    attached: AttachedRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +77,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row gave: one Sampled per task, or an error that fails its request only."""
+    """What a row gave: one Sampled per task, or an error that fails its request only.
+
+    `is_stale`: blocks it read in a peer's pool have changed, and so nothing it gave counts.
+    """
 
     samples: tuple[Sampled, ...] = ()
     error: str | None = None
+    is_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

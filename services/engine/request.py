@@ -8,6 +8,7 @@ import numpy as np
 
 from services.common.ids import BlockHash
 from services.engine.api import EngineRequest, StageTimes, TokenArray, WorkKind
+from services.engine.attachment import Attachment
 from services.kv.block_table import BlockTable
 from services.kv.form import EXACT, cache_key
 from services.kv.hashing import HashScope, next_hash, pack_token_ids
@@ -128,6 +129,7 @@ class Sequence:
         self.num_uncached_hint = 0  # tokens to compute as of submission, for the queue's order
         self.was_preempted = False
         self.last_step = -1  # last step this sequence was part of
+        self.attached: Attachment | None = None  # blocks read in a peer's pool
         self._more_hashes: list[BlockHash] = []  # of full blocks past the prompt's
 
     @property

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
+from services.engine.attachment import AttachedChanged, Attachment
 from services.engine.request import Sequence
+from services.kv.attached import AttachedKv
 from services.kv.block_pool import BlockPool
+from services.kv.block_table import is_own
 from services.kv.form import EXACT, UNKNOWN
 
 
@@ -32,13 +35,27 @@ class BlockContent(Protocol):
         """Make blocks the receiver wrote readable by the model."""
         ...
 
+    def copy_home(self, kv: AttachedKv, at: int, dst: BlockId, *, verify: bool) -> bool:
+        """Copy an attached block and its digests into ours; False if it has changed."""
+        ...
+
 
 class Residency:
     """Moves blocks between the pool and block tables; knows no request states."""
 
-    def __init__(self, pool: BlockPool, content: BlockContent, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        content: BlockContent,
+        block_size: int,
+        on_detached: Callable[[Sequence], None],
+    ) -> None:
+        """Args:
+        on_detached: told when a sequence no longer reads a peer's pool.
+        """
         self.pool = pool
         self._content = content
+        self._on_detached = on_detached
         self._block_size = block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -82,7 +99,7 @@ class Residency:
 
     def extend(self, seq: Sequence, num_blocks: int) -> tuple[BlockId, ...]:
         """Append fresh blocks, or raise BlocksExhausted."""
-        last = seq.table[-1] if len(seq.table) else None
+        last = seq.table[-1] if len(seq.table) and is_own(seq.table[-1]) else None
         blocks = self.pool.allocate(num_blocks, after=last)
         for block_id in blocks:
             seq.table.append(block_id)
@@ -90,23 +107,80 @@ class Residency:
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks back; sealed ones stay cached until evicted."""
-        self.pool.decref(seq.table.block_ids)
+        self.pool.decref(seq.table.own_ids)
         seq.table = type(seq.table)(self._block_size)
         seq.num_computed = 0
         seq.num_sealed = 0
         seq.kv_form = EXACT  # whatever comes next is computed here, or says what it is
+        self._detach(seq)
 
     def seal_computed(self, seq: Sequence) -> None:
-        """Seal every block whose tokens are all computed, in order."""
-        while (seq.num_sealed + 1) * self._block_size <= seq.num_computed:
+        """Seal every block whose tokens are all computed, in order.
+
+        A block is cached only after the one before it, so none that follows an attached one is.
+        """
+        while self._has_unsealed(seq):
             self._seal_next(seq, is_received=False)
 
     def seal_received(self, seq: Sequence, written: Seq[BlockId]) -> None:
         """Take over blocks the receiver wrote; it has stored the digests of the full ones."""
         self._content.fetch(written)
         seq.num_computed = seq.num_tokens
-        while (seq.num_sealed + 1) * self._block_size <= seq.num_computed:
+        while self._has_unsealed(seq):
             self._seal_next(seq, is_received=True)
+
+    def _has_unsealed(self, seq: Sequence) -> bool:
+        is_full = (seq.num_sealed + 1) * self._block_size <= seq.num_computed
+        return is_full and is_own(seq.table[seq.num_sealed])
+
+    def attach(self, seq: Sequence, kv: AttachedKv) -> None:
+        """Read blocks in a peer's pool; those that were reserved for them go back."""
+        unused = [seq.table[index] for index in kv.indexes]
+        for at, index in enumerate(kv.indexes):
+            seq.table.replace(index, kv.entry(at))
+        self.pool.decref(unused)
+        seq.attached = Attachment(kv, verifies=kv.verifies_moves)
+
+    def move_in(self, seq: Sequence, limit: int) -> int:
+        """Move up to `limit` attached blocks into our pool, in token order; return how many.
+
+        Raises:
+            BlocksExhausted: we have no block for the next one; those before it have moved.
+            AttachedChanged: the next one is not what was attached.
+        """
+        moved = 0
+        while moved < limit and seq.attached is not None and seq.attached.num_left:
+            self.seal_computed(seq)  # blocks of ours that lie between
+            self._move_next(seq, seq.attached)
+            moved += 1
+        if seq.attached is not None and not seq.attached.num_left:
+            self.seal_computed(seq)
+            self._detach(seq)
+        return moved
+
+    def _move_next(self, seq: Sequence, attached: Attachment) -> None:
+        idx = seq.num_sealed
+        assert attached.kv.indexes[attached.num_moved] == idx, "blocks move in token order"
+        block_hash = seq.block_hash(idx)
+        assert seq.kv_form == EXACT, "only exact KV is attached"
+        kept = self.pool.cache.get(block_hash)
+        if kept is not None:
+            self.pool.incref((kept,))  # we have its content already
+        else:
+            (kept,) = self.pool.allocate(1, after=seq.table[idx - 1] if idx else None)
+            at, verify = attached.num_moved, attached.verifies
+            if not self._content.copy_home(attached.kv, at, kept, verify=verify):
+                self.pool.decref((kept,))
+                raise AttachedChanged(f"block {idx} has changed in its owner's pool")
+            self.pool.seal(kept, block_hash, seq.parent_hash(idx))
+        seq.table.replace(idx, kept)
+        seq.num_sealed += 1
+        attached.num_moved += 1
+
+    def _detach(self, seq: Sequence) -> None:
+        if seq.attached is not None:
+            seq.attached = None
+            self._on_detached(seq)
 
     def _seal_next(self, seq: Sequence, *, is_received: bool) -> None:
         idx = seq.num_sealed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 from services.common.ids import BlockId
 from services.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult
 from services.engine.sampler import BadLogits, is_plain_greedy, sample
+from services.kv.attached import AttachedKv
+from services.kv.block_table import MAX_POOLS
 from services.kv.digest import block_digests
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -45,6 +48,8 @@ class KvStore:
         self.kv_pool = (
             torch.zeros_like(self._host, device=device) if self._is_mirrored else self._host
         )
+        # Peers' pools by number, as tensors; a number may come to mean another pool.
+        self._attached: list[tuple[KvPoolMemory, torch.Tensor] | None] = [None] * (MAX_POOLS - 1)
 
     @property
     def layout(self) -> KvLayout:
@@ -71,6 +76,41 @@ class KvStore:
         if self._is_mirrored:
             for block_id in block_ids:
                 self.kv_pool[block_id].copy_(self._host[block_id])
+
+    def copy_home(self, kv: AttachedKv, at: int, dst: BlockId, *, verify: bool) -> bool:
+        """Copy an attached block into ours."""
+        return kv.copy_home(at, self._memory, dst, verify=verify)
+
+    def more_pools(self, rows: Sequence[PlanRow]) -> tuple[Tensor | None, ...]:
+        """Return the peers' pools these rows read, by number; none in most steps."""
+        pools: list[Tensor | None] = []
+        for row in rows:
+            if row.attached is None:
+                continue
+            kv = row.attached.kv
+            pools += [None] * (kv.pool_id - len(pools))
+            pools[kv.pool_id - 1] = self._tensor_of(kv)
+        return tuple(pools)
+
+    def _tensor_of(self, kv: AttachedKv) -> Tensor:
+        held = self._attached[kv.pool_id - 1]
+        if held is not None and held[0] is kv.pool:
+            return held[1]
+        if self._is_mirrored:
+            raise ValueError("a pool on a device cannot be read beside one on the host")
+        tensor = _read_only_view(kv.pool)
+        self._attached[kv.pool_id - 1] = (kv.pool, tensor)
+        return tensor
+
+
+def _read_only_view(memory: KvPoolMemory) -> Tensor:
+    """View a peer's pool as a tensor; it is mapped read-only, and a write would fault."""
+    dtype: torch.dtype = getattr(torch, memory.layout.kv_dtype)
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and says so; nothing here writes to a peer's pool.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        raw = torch.from_numpy(memory.blocks)
+    return raw.view(dtype).view((memory.num_blocks, *memory.layout.block_shape))
 
 
 class Runner:
@@ -102,7 +142,7 @@ class Runner:
     def _run(self, rows: Sequence[PlanRow]) -> tuple[RowResult, ...]:
         try:
             logits = self._model.forward(self._batch(rows), self._store.kv_pool)
-            return self._sample_all(rows, logits)
+            return _drop_stale(rows, self._sample_all(rows, logits))
         except Exception:  # the outermost guard of a step: model code may raise anything
             log.exception("engine.step_failed", rows=len(rows))
             if len(rows) == 1:
@@ -131,6 +171,7 @@ class Runner:
             query_starts=_tensor(starts, device),
             context_lens=_tensor(contexts, device),
             logit_rows=_tensor(last, device),
+            more_pools=self._store.more_pools(rows),
         )
 
     def _sample_all(self, rows: Sequence[PlanRow], logits: Tensor) -> tuple[RowResult, ...]:
@@ -180,6 +221,20 @@ class Runner:
             return RowResult(samples)
         except BadLogits as error:
             return RowResult(error=str(error))
+
+
+def _drop_stale(rows: Sequence[PlanRow], results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
+    """Throw away what was computed from blocks of a peer that have changed meanwhile.
+
+    A writer changes a block's generation before its content: if the generation still is what it
+    was, so was the content for as long as this step read it.
+    """
+    if all(row.attached is None for row in rows):
+        return results
+    return tuple(
+        RowResult(is_stale=True) if row.attached and not row.attached.is_current() else result
+        for row, result in zip(rows, results, strict=True)
+    )
 
 
 def _tensor(

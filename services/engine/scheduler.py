@@ -15,6 +15,7 @@ from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
 from services.engine.admission import AdmissionQueue, check_request
 from services.engine.api import (
+    AttachReleased,
     BlocksReserved,
     BlocksSealed,
     CancelReceive,
@@ -35,12 +36,23 @@ from services.engine.api import (
     UnpinWanted,
     WorkKind,
 )
+from services.engine.attachment import AttachedChanged, num_to_move, will_move
 from services.engine.config import EngineConfig, check_role_weights
-from services.engine.plan import PlanRow, RowResult, Sampled, SampleTask, StepPlan, StepResult
+from services.engine.plan import (
+    AttachedRow,
+    PlanRow,
+    RowResult,
+    Sampled,
+    SampleTask,
+    StepPlan,
+    StepResult,
+)
 from services.engine.request import Request, RequestState, Sequence, SequenceStatus
 from services.engine.residency import BlockContent, Residency
 from services.engine.stats import EngineStats
+from services.kv.attached import AttachedKv
 from services.kv.block_pool import BlockPool
+from services.kv.block_table import is_own
 from services.kv.form import EXACT, UNKNOWN, cache_key
 from services.kv.hashing import HashScope
 
@@ -52,11 +64,13 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.stats = EngineStats()
-        self._blocks = Residency(pool, content, config.block_size)
+        self._blocks = Residency(pool, content, config.block_size, self._on_detached)
         self._queue = AdmissionQueue(config)
         self._requests: dict[RequestKey, Request] = {}
         self._running: dict[Sequence, None] = {}
         self._receiving: dict[Request, None] = {}  # in state RECEIVING
+        self._attached: dict[Sequence, None] = {}  # read a peer's pool
+        self._changed: set[RequestKey] = set()  # of them, those just found to read other content
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._outbox: list[EngineEvent] = []
         self._plan: StepPlan | None = None
@@ -109,6 +123,9 @@ class Scheduler:
             requests_open=len(self._requests),
             steps=self.stats.steps,
             preemptions=self.stats.preemptions,
+            blocks_attached=sum(seq.attached.num_left for seq in self._attached if seq.attached),
+            attach_moved=self.stats.attach_moved,
+            attach_changed=self.stats.attach_changed,
         )
 
     # -- commands --------------------------------------------------------------------------
@@ -166,6 +183,10 @@ class Scheduler:
         if request is None or refusal:
             self._outbox.append(MigrateRefused(key, refusal))
             return
+        if not self._move_all(request.trunk, now):
+            refusal = "its KV is another worker's and cannot be moved in now"
+            self._outbox.append(MigrateRefused(key, refusal))
+            return
         self._stop_running(request, SequenceStatus.HELD)
         self._lend_all(request)
         done = self._done(request, 0, EndReason.LENGTH, True, now, handed_off=True)
@@ -220,10 +241,20 @@ class Scheduler:
                 self._outbox.append(UnpinWanted(request.key))
 
     def received(
-        self, key: RequestKey, first: tuple[FirstToken, ...], now: float, kv_form: str = EXACT
+        self,
+        key: RequestKey,
+        first: tuple[FirstToken, ...],
+        now: float,
+        kv_form: str = EXACT,
+        attached: AttachedKv | None = None,
     ) -> None:
-        """All blocks of a CONTINUE item are written and verified; `kv_form` is of all of them."""
+        """All blocks of a CONTINUE item are verified: written, or `attached` where they are.
+
+        `kv_form` is of all of them; attached ones are exact.
+        """
         request = self._requests.get(key)
+        if attached is not None:
+            self._attach(key, request, attached)
         if request is None:
             return
         if request.state is RequestState.RELEASING:
@@ -238,6 +269,28 @@ class Scheduler:
             return
         request.trunk.kv_form = kv_form
         self._start_received(request, first, now)
+
+    def _attach(self, key: RequestKey, request: Request | None, kv: AttachedKv) -> None:
+        """Read these blocks in the peer's pool, in place of those reserved for them."""
+        if request is None or request.state is not RequestState.RECEIVING:
+            self._outbox.append(AttachReleased(key, is_intact=True))  # it has ended meanwhile
+            return
+        self._blocks.attach(request.trunk, kv)
+        self._attached[request.trunk] = None
+
+    def move_attached(self, key: RequestKey) -> None:
+        """Move what a work item reads in a peer's pool into ours, from the next step on."""
+        request = self._requests.get(key)
+        if request is None or request.trunk.attached is None:
+            return
+        request.trunk.attached.is_urgent = True
+        request.trunk.attached.verifies = True  # its owner may be gone: nobody else vouches for it
+
+    def _on_detached(self, seq: Sequence) -> None:
+        key = seq.request.key
+        self._attached.pop(seq, None)
+        self._outbox.append(AttachReleased(key, is_intact=key not in self._changed))
+        self._changed.discard(key)
 
     def receive_failed(
         self, key: RequestKey, code: str, message: str, *, recompute: bool, now: float
@@ -281,6 +334,7 @@ class Scheduler:
         if self._plan is not None:
             raise RuntimeError("the last plan has no result yet")
         self._expire(now)
+        self._move_some(now)
         decodes = self._grow_decodes(now)
         self._admit(now)
         decodes = self._cap_decodes([seq for seq in decodes if self._is_running(seq)])
@@ -341,7 +395,7 @@ class Scheduler:
 
     def _start_received(self, request: Request, first: tuple[FirstToken, ...], now: float) -> None:
         trunk = request.trunk
-        written = trunk.table.block_ids[trunk.num_sealed :]
+        written = tuple(filter(is_own, trunk.table.block_ids[trunk.num_sealed :]))
         self._blocks.seal_received(trunk, written)
         request.clock.enter("queue", now)
         del self._receiving[request]
@@ -349,7 +403,10 @@ class Scheduler:
         trunk.choice = first[0].choice
         self._run(trunk)
         trunk.generated.append(first[0].token_id)
-        self._fork(request, [token.choice for token in first[1:]], now)
+        others = [token.choice for token in first[1:]]
+        # Forks share blocks of ours only.
+        may_share = not others or self._move_all(trunk, now)
+        self._fork(request, others, now, may_share=may_share)
         for seq, token in zip(request.sequences[1:], first[1:], strict=True):
             seq.generated.append(token.token_id)
 
@@ -360,6 +417,42 @@ class Scheduler:
         self._blocks.release(request.trunk)
         request.trunk.status = SequenceStatus.WAITING
         request.move(RequestState.QUEUED)
+
+    # -- blocks in a peer's pool -----------------------------------------------------------
+
+    def _move_some(self, now: float) -> None:
+        """Bring attached blocks home, as many as this step has time for."""
+        for seq in list(self._attached):
+            if seq.attached is None or not self._is_running(seq):
+                continue
+            count = num_to_move(seq.attached, len(seq.generated), self.config)
+            is_urgent = seq.attached.is_urgent
+            if not self._move(seq, count, now) and is_urgent and self._is_running(seq):
+                # Its owner needs the blocks more than this one needs to go on at once: it is
+                # computed again when there is room.
+                self._ask_unpin()
+                self._preempt((seq,), now)
+
+    def _move_all(self, seq: Sequence, now: float) -> bool:
+        """Bring every attached block home at once; False if that failed."""
+        return seq.attached is None or self._move(seq, seq.attached.num_left, now)
+
+    def _move(self, seq: Sequence, count: int, now: float) -> bool:
+        """Bring some home; False without room, or when they have changed: then it is preempted."""
+        try:
+            self.stats.attach_moved += self._blocks.move_in(seq, count)
+        except BlocksExhausted:
+            return False
+        except AttachedChanged:
+            self._lose_attached(seq, now)
+            return False
+        return True
+
+    def _lose_attached(self, seq: Sequence, now: float) -> None:
+        """What a sequence read in a peer's pool has changed: compute its KV here, from nothing."""
+        self.stats.attach_changed += 1
+        self._changed.add(seq.request.key)
+        self._preempt((seq,), now)
 
     # -- letting in ------------------------------------------------------------------------
 
@@ -446,6 +539,8 @@ class Scheduler:
         # One that outlived the estimate needs at least the room of its next token.
         final_tokens = max(len(request.prompt) + expected, seq.num_tokens + 1) - 1
         more = self._blocks.blocks_for(final_tokens) - self._blocks.blocks_for(seq.num_tokens)
+        if seq.attached is not None:
+            more += will_move(seq.attached, expected, self.config)
         return more * request.num_slots + (request.num_slots - 1)  # forks copy their tail
 
     def _growth_of_others(self) -> int:
@@ -481,7 +576,7 @@ class Scheduler:
             slots -= victim.request.num_slots
             blocks -= sum(
                 self.pool.num_refs(block_id) == 1 and block_id not in shared
-                for block_id in victim.table.block_ids
+                for block_id in victim.table.own_ids
             )
         if not victims or slots > 0 or blocks > 0:
             return False
@@ -594,6 +689,7 @@ class Scheduler:
             slots=seq.table.slots(start, end),
             block_ids=seq.table.as_array(),
             tasks=self._tasks(seq) if end == seq.num_tokens else (),
+            attached=AttachedRow(seq.attached.kv, seq.attached.num_moved) if seq.attached else None,
         )
 
     def _tasks(self, seq: Sequence) -> tuple[SampleTask, ...]:
@@ -610,6 +706,9 @@ class Scheduler:
 
     def _apply_row(self, row: PlanRow, outcome: RowResult, now: float) -> None:
         seq, request = row.sequence, row.sequence.request
+        if outcome.is_stale:
+            self._lose_attached(seq, now)
+            return
         if outcome.error is None and len(outcome.samples) != len(row.tasks):
             raise RuntimeError("a row has not one sample for each of its tasks")
         if outcome.error is not None:
@@ -645,13 +744,15 @@ class Scheduler:
         for seq, sampled in zip((trunk, *request.sequences[1:]), samples, strict=True):
             self._next_token(seq, sampled, now)
 
-    def _fork(self, request: Request, choices: list[int], now: float) -> None:
+    def _fork(
+        self, request: Request, choices: list[int], now: float, *, may_share: bool = True
+    ) -> None:
         """Give the other choices sequences of their own, sharing the prompt's full blocks."""
         request.is_forked = True
         for choice in choices:
             child = Sequence(request, choice)
             request.sequences.append(child)
-            if self._blocks.fork(request.trunk, child):
+            if may_share and self._blocks.fork(request.trunk, child):
                 self._run(child)
             else:
                 child.was_preempted = True
@@ -862,7 +963,7 @@ class Scheduler:
             assert is_any_running == (request.state is RequestState.RUNNING)
             for seq in request.sequences:
                 self._check_sequence(seq)
-                for block_id in seq.table.block_ids:
+                for block_id in seq.table.own_ids:
                     refs[block_id] = refs.get(block_id, 0) + 1
         for idx in range(self.pool.num_blocks):
             assert self.pool.num_refs(BlockId(idx)) == refs.get(BlockId(idx), 0)
@@ -880,11 +981,19 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             assert state is RequestState.RUNNING
             assert seq.num_computed <= seq.num_tokens
-            assert seq.num_sealed == seq.num_computed // self.config.block_size
+            is_all_sealed = seq.num_sealed == seq.num_computed // self.config.block_size
+            assert is_all_sealed or seq.attached is not None
         if seq.status is SequenceStatus.WAITING and state is not RequestState.OPENING:
             assert not len(seq.table)
         for idx in range(seq.num_sealed):
             assert self.pool.is_sealed(seq.table[idx])
+        self._check_attached(seq)
+
+    def _check_attached(self, seq: Sequence) -> None:
+        assert (seq.attached is not None) == (seq in self._attached)
+        foreign = [idx for idx, entry in enumerate(seq.table.block_ids) if not is_own(entry)]
+        left = () if seq.attached is None else seq.attached.kv.indexes[seq.attached.num_moved :]
+        assert tuple(foreign) == tuple(left), "the table names a peer's blocks that are not held"
 
 
 def _why_it_stays(request: Request | None) -> str:

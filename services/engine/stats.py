@@ -59,6 +59,8 @@ class EngineStats:
     def __init__(self) -> None:
         self.steps = 0
         self.preemptions = 0
+        self.attach_moved = 0  # blocks
+        self.attach_changed = 0  # sequences
         self.unpinned = 0  # blocks a hand-off gave back before its end
         self._prefill_rate = Ewma()
         self._prefill_s = LineFit()

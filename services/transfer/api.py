@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.ids import BlockHash, BlockId
+from services.kv.attached import AttachedKv
 from services.kv.form import EXACT
 
 
@@ -61,6 +62,7 @@ class TransferStats:
     open_us: int = 0  # OPEN sent to OPENED received
     pull_us: int = 0  # first READY to last block verified
     nacks: int = 0
+    blocks_attached: int = 0  # read where they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class SinkReady:
     final: FinalInfo  # tail_block is None here: the receiver knows its own
     stats: TransferStats
     kv_form: str = EXACT  # what the numbers are, of blocks that were had too
+    # Full blocks that were not written: verified, and to be read in the peer's pool until `detach`.
+    attached: AttachedKv | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,16 @@ class SourceUnpinned:
     block_ids: tuple[BlockId, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SinkMoveWanted:
+    """What `key` reads in a peer's pool must be moved into ours soon; may come more than once."""
+
+    key: str
+    reason: str
+
+
 SourceEvent = SourceReleased | SourceUnpinned
-SinkEvent = SinkReady | SinkReleased
+SinkEvent = SinkReady | SinkReleased | SinkMoveWanted
 
 
 class Source(Protocol):
@@ -127,6 +139,10 @@ class Source(Protocol):
 
     def prefill_finished(self, key: str, final: FinalInfo) -> None:
         """Announce first tokens and tail."""
+        ...
+
+    def ask_back(self) -> None:
+        """Have whoever reads our blocks in place move them, now and from now on."""
         ...
 
     def unpin(self, key: str) -> None:
@@ -182,6 +198,10 @@ class Sink(Protocol):
 
     def cancel(self, key: str, reason: str) -> None:
         """Abort; SinkReleased follows when nothing writes the blocks any more."""
+        ...
+
+    def detach(self, key: str, *, is_intact: bool) -> None:
+        """Nothing reads the attached blocks of `key` any more; `is_intact`: they never changed."""
         ...
 
     def num_open(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from services.common.ids import BlockId
+from services.kv.attached import is_intact
+from services.kv.block_table import MAX_POOL_BLOCKS
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -63,6 +65,24 @@ class BlockWriter:
             else:
                 verdicts.append(self._judge(machine, pull.index, pull.dest))
         self._store_all(machine, unverified)
+        return verdicts
+
+    def verify_in_place(
+        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+    ) -> list[str | None]:
+        """Verify blocks that will be read in the peer's pool; digests at the configured rate."""
+        verdicts: list[str | None] = []
+        for pull in pulls:
+            self._num_pulled += 1
+            is_sampled = self._num_pulled % self._digest_sampling == 0
+            digests = machine.digests_of(pull.index) if is_sampled else None
+            is_inside = pull.source_block < min(pool.num_blocks, MAX_POOL_BLOCKS)
+            if not is_inside or not is_intact(pool, pull.source_block, pull.gen, None):
+                verdicts.append(BAD_GENERATION)
+            elif not is_intact(pool, pull.source_block, pull.gen, digests):
+                verdicts.append(BAD_DIGEST)
+            else:
+                verdicts.append(None)
         return verdicts
 
     def receive_converted(

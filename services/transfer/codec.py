@@ -25,6 +25,7 @@ _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
 
 _PLANE_OF = {
+    "attach": common_pb2.PLANE_ATTACH,
     "memfd": common_pb2.PLANE_MEMFD,
     "cuda_ipc": common_pb2.PLANE_CUDA_IPC,
     "nccl": common_pb2.PLANE_NCCL,

@@ -37,6 +37,8 @@ class TransferConfig:
     max_nacks: int = 2  # resends of one block
     wire_dtype: str = AS_STORED  # KV on zmq links; "int8" and "bfloat16" round, and are smaller
     verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
+    attach_max_s: float = 60.0  # blocks read in a peer's pool are asked home after this
+    attach_pin_share: float = 0.5  # of a pool that readers in place may hold together
     max_transfers: int = 1024
     max_peers: int = 256
     max_groups: int = 32  # nccl plane: two-rank groups of one end, those being aborted included
@@ -60,7 +62,8 @@ class TransferConfig:
             "ticket_ttl_s lease_s tombstone_s connect_timeout_s open_timeout_s max_wait_s "
             "max_transfer_s progress_timeout_s min_rate_bytes_s ping_interval_s ping_misses "
             "window_bytes receive_budget_bytes max_data_in_flight max_transfers max_peers "
-            "max_groups group_build_timeout_s group_batch_timeout_s group_retry_s group_slots"
+            "max_groups group_build_timeout_s group_batch_timeout_s group_retry_s group_slots "
+            "attach_max_s attach_pin_share"
         )
         for name in positive.split():
             if getattr(self, name) <= 0:

@@ -18,6 +18,7 @@ class SourceCounters:
     muted_frames: int = 0  # dropped unread: their peer has sent too many bad ones
     resends: int = 0  # blocks asked for again
     incompatible: int = 0
+    asked_back: int = 0  # times a reader in place was asked to move
     unpinned: int = 0  # blocks given back before their transfer's end
 
     def note_released(self, outcome: str) -> None:
@@ -36,6 +37,8 @@ class SinkCounters:
     opened: int = 0  # OPENED received for a receive that waited for it
     blocks: int = 0  # written and verified
     ready: int = 0
+    attached: int = 0  # blocks verified in place, to be read there
+    attach_refused: int = 0  # receives copied because all pool numbers were taken
     released: dict[str, int] = field(default_factory=dict)  # by code
     integrity_errors: int = 0
     bad_frames: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.clock import Clock
+from services.kv.attached import PoolBases
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.runtime.fault_points import FaultPoints
@@ -25,6 +26,7 @@ class EndParts:
     clock: Clock
     config: TransferConfig
     faults: FaultPoints = field(default_factory=FaultPoints)
+    bases: PoolBases | None = None  # None = the engine cannot read a peer's pool in place
 
     @property
     def layout(self) -> KvLayout:

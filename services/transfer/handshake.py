@@ -187,6 +187,9 @@ def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
 def _is_possible(plane: str, end: LocalEnd, detail: pb.PeerDetail) -> bool:
     """Tell whether a plane both allow can carry KV from this pool to that peer."""
     same_host = (detail.host_id, detail.uid) == (end.host_id, end.uid) and bool(end.uds_path)
+    if plane == "attach":  # what is read in place cannot be converted
+        is_alike = end.device == detail.device == "cpu" and _has_layout(detail, end.layout)
+        return same_host and is_alike
     if plane == "memfd":
         return same_host and end.device == "cpu"
     if plane == "cuda_ipc":
@@ -194,6 +197,10 @@ def _is_possible(plane: str, end: LocalEnd, detail: pb.PeerDetail) -> bool:
     if plane == "nccl":
         return end.group_backend != "" and end.group_backend == detail.group_backend
     return True
+
+
+def _has_layout(detail: pb.PeerDetail, layout: KvLayout) -> bool:
+    return _parse_layout(detail.layout).is_same(layout)
 
 
 def _check_identity(end: LocalEnd, detail: pb.PeerDetail) -> None:

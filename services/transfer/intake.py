@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from services.kv.layout import KvLayout
+from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec
@@ -17,7 +18,7 @@ from services.transfer.end_parts import EndParts
 from services.transfer.peer_link import PeerLink
 from services.transfer.receive import Receive
 from services.transfer.receive_table import ReceiveTable
-from services.transfer.receiver import ReceiverAction, ReceiverState
+from services.transfer.receiver import Pull, ReceiverAction, ReceiverState
 from services.transfer.values import U64Array
 from services.transfer.wire import Message, MessageType
 
@@ -163,6 +164,11 @@ class Intake:
         if pool is None:
             return
         pulls = machine.take_pulls(self._pulls_a_step)
+        if any(pull.in_place for pull in pulls):
+            self._verify_in_place(receive, pool, [pull for pull in pulls if pull.in_place])
+            pulls = [pull for pull in pulls if not pull.in_place]
+        if not pulls:
+            return
         if receive.conversion is None:
             verdicts = self._writer.pull(machine, pool, pulls)
         else:
@@ -174,6 +180,18 @@ class Intake:
         receive.pulled.extend(good)
         self._unsaid.setdefault(receive, now + _PULLED_AFTER_S)
         self._apply(receive, machine.on_good_blocks(good, now))
+        for pull, wrong in zip(pulls, verdicts, strict=True):
+            if wrong is not None:
+                self._on_wrong(receive, pull.index, wrong)
+
+    def _verify_in_place(self, receive: Receive, pool: KvPoolMemory, pulls: Sequence[Pull]) -> None:
+        machine = receive.machine
+        verdicts = self._writer.verify_in_place(machine, pool, pulls)
+        self._faults.hit("mid_pull")
+        good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
+        self._counters.attached += len(good)
+        # No PULLED: the peer must keep what is read there.
+        self._apply(receive, machine.on_attached(good, self._clock.now()))
         for pull, wrong in zip(pulls, verdicts, strict=True):
             if wrong is not None:
                 self._on_wrong(receive, pull.index, wrong)

@@ -27,6 +27,7 @@ SendAction = (
     | sender.SendAbort
     | sender.SendAborted
     | sender.SendClosed
+    | sender.SendDrain
 )
 
 
@@ -124,6 +125,8 @@ class Offered:
             yield MessageType.ABORT, body
         elif isinstance(action, sender.SendAborted):
             yield MessageType.ABORTED, b""
+        elif isinstance(action, sender.SendDrain):
+            yield MessageType.DRAIN, pb.DrainNotice().SerializeToString()
         else:
             yield MessageType.CLOSED, b""
 

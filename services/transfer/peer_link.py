@@ -22,6 +22,7 @@ from services.transfer.handshake import (
 )
 from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
+from services.transfer.planes import POOL_FD_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
@@ -146,7 +147,7 @@ class PeerLink:
             self._fall_back(str(error))
             return
         if self.pool is not None:
-            self._up("memfd")
+            self._up(self._welcome.plane)
 
     def on_time(self, now: float) -> None:
         """Give up on a handshake that takes too long."""
@@ -169,7 +170,7 @@ class PeerLink:
         welcome = read_welcome(self._end, message.body)
         self._welcome = welcome
         self.layout = welcome.layout
-        if welcome.plane != "memfd":
+        if welcome.plane not in POOL_FD_PLANES:
             self._up(welcome.plane)
             return
         base = peer_base(self._end.worker_id, self._end.incarnation)
@@ -201,7 +202,7 @@ class PeerLink:
         )
 
     def _fall_back(self, reason: str) -> None:
-        """Use zmq after memfd failed: never silently, and only if it is allowed."""
+        """Use zmq after mapping failed: never silently, and only if it is allowed."""
         self._close_client()
         log.warning(
             "transfer.plane_fallback",
@@ -212,7 +213,7 @@ class PeerLink:
         if "zmq" in self._end.planes:
             self._up("zmq")
         else:
-            self._fail("handoff_failed", f"the memfd plane failed: {reason}")
+            self._fail("handoff_failed", f"the pool could not be mapped: {reason}")
 
     def _fail(self, code: str, message: str) -> None:
         self.failure = LinkFailure(code, message)

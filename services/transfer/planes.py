@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-PLANES_BEST_FIRST = ("memfd", "cuda_ipc", "nccl", "zmq")
+PLANES_BEST_FIRST = ("attach", "memfd", "cuda_ipc", "nccl", "zmq")
 # Allowed unless said otherwise; a plane that has never run on a GPU has to be asked for.
 DEFAULT_PLANES = ("memfd", "zmq")
-MAPPED_PLANES = frozenset({"memfd", "cuda_ipc"})  # decode copies under the blocks' generations
+# Decode reads the peer's memory under the blocks' generations: it copies, or, on attach, does not.
+MAPPED_PLANES = frozenset({"attach", "memfd", "cuda_ipc"})
+POOL_FD_PLANES = frozenset({"attach", "memfd"})  # the pool's descriptor is handed over
 SENT_PLANES = frozenset({"nccl", "zmq"})  # prefill sends frames as far as credit allows

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from services.kv.attached import AttachedKv
 from services.kv.form import EXACT
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -51,7 +54,8 @@ class Receive:
     machine: ReceiverTransfer
     placement: Placement
     link: PeerLink | None = None
-    pool: KvPoolMemory | None = None  # the peer's, on memfd
+    pool: KvPoolMemory | None = None  # the peer's, where it is mapped
+    pool_id: int = 0  # what block tables call it while this receive may attach blocks of it
     plane: str = ""
     conversion: Conversion | None = None  # None = blocks come as ours are
     kv_form: str | None = None  # of what comes; known once there is a connection
@@ -93,6 +97,9 @@ class Receive:
             return machine.on_ready(codec.ready_args(message.body, machine.num_blocks, count), now)
         if kind is MessageType.FINAL:
             return machine.on_final(codec.final_args(message.body), now)
+        if kind is MessageType.DRAIN:
+            codec.parse(pb.DrainNotice, message.body)
+            return machine.on_drain()
         if kind is MessageType.REJECT:
             return machine.on_reject(*codec.reject_args(message.body))
         if kind is MessageType.ABORT:
@@ -142,6 +149,24 @@ class Receive:
             open_us=_elapsed_us(machine.open_sent_at, machine.opened_at),
             pull_us=_elapsed_us(machine.first_ready_at, machine.finished_at),
             nacks=machine.num_nacks,
+            blocks_attached=len(machine.in_place.indexes),
+        )
+
+    def attached(self, *, verifies_moves: bool) -> AttachedKv | None:
+        """Return what is to be read in the peer's pool, if something is."""
+        machine = self.machine
+        if not machine.in_place.indexes or self.pool is None:
+            return None
+        indexes = sorted(machine.in_place.indexes)
+        blocks, gens = machine.sources_of(indexes)
+        return AttachedKv(
+            pool_id=self.pool_id,
+            pool=self.pool,
+            indexes=tuple(indexes),
+            blocks=np.array(blocks, np.int64),
+            gens=np.array(gens, np.uint64),
+            digests=np.stack([machine.digests_of(index) for index in indexes]),
+            verifies_moves=verifies_moves,
         )
 
 

@@ -1,10 +1,13 @@
-"""Decode side of one transfer, pure: events and `now` go in, actions come out.
+r"""Decode side of one transfer, pure: events and `now` go in, actions come out.
 
     CONNECTING --connected--> OPENING --OPENED--> WAITING_BLOCKS --reserve--> PULLING
     PULLING --every block verified and FINAL--> DONE (blocks delivered, waits for CLOSED)
+                                           \--> ATTACHED --detach--> DONE (plane attach)
         any --reject, refused too often, peer lost, deadline, cancel--> ABORTING --> RELEASED
 
-Exactly one of Deliver and Fail comes out. After it no slot is handed out for writing any more;
+On the attach plane full blocks are verified where they are and read there until `detach`: the lease
+goes on being renewed, and whatever ends it asks by MoveIn that they be moved. Exactly one of
+Deliver and Fail comes out. After it no slot is handed out for writing any more;
 the thread that drives this object is the one that writes, so nothing is written after it either.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 import numpy as np
@@ -29,6 +32,7 @@ class ReceiverState(Enum):
     OPENING = "opening"
     WAITING_BLOCKS = "waiting_blocks"
     PULLING = "pulling"
+    ATTACHED = "attached"
     DONE = "done"
     ABORTING = "aborting"
     RELEASED = "released"
@@ -66,6 +70,7 @@ class ReceiverPolicy:
     max_nacks: int
     window_s: float  # time a full window of other transfers' data may take before ours
     open_retry_s: float = 0.5
+    attach_max_s: float = 60.0
     close_retry_s: float = 0.25
     close_tries: int = 4
     max_reconnects: int = 1
@@ -136,6 +141,13 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveIn:
+    """Attached blocks must be moved into our pool soon."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The receive is over without KV; nothing is written after this."""
 
@@ -159,6 +171,7 @@ ReceiverAction = (
     | SendAborted
     | WorkReady
     | Deliver
+    | MoveIn
     | Fail
     | Forget
 )
@@ -166,12 +179,22 @@ ReceiverAction = (
 
 @dataclass(slots=True)  # not frozen: one is made for every block, and freezing triples its cost
 class Pull:
-    """One block to copy out of the peer's pool (memfd)."""
+    """One block to copy out of the peer's pool, or to verify where it is (`in_place`)."""
 
     index: int
     source_block: int
     gen: int
     dest: BlockId
+    in_place: bool = False
+
+
+@dataclass(slots=True)
+class InPlace:
+    """What a receive on the attach plane reads where it is, and who has asked for it."""
+
+    indexes: list[int] = field(default_factory=list)  # full blocks, in the order of their verdicts
+    must_copy: str = ""  # why nothing (more) may be read in place
+    is_abort_asked: bool = False  # the peer waits for ABORTED
 
 
 class ReceiverTransfer:
@@ -192,6 +215,7 @@ class ReceiverTransfer:
         self.num_nacks = 0
         self.blocks_moved = 0
         self.blocks_deduped = sum(have)
+        self.in_place = InPlace()
         self.opened_at: float | None = None
         self.open_sent_at: float | None = None
         self.first_ready_at: float | None = None
@@ -212,14 +236,12 @@ class ReceiverTransfer:
         self._granted = 0  # cumulative credit of this connection
         self._accounted = 0  # of it: arrived, or given up as lost
         self._num_stalls = self._num_reconnects = self._num_plane_losses = self._tries = 0
-        self._peer_gone = False
+        self._peer_gone = self._has_gap = self._is_open_there = self._ended = False
         self._phase_deadline = now + policy.connect_timeout_s
         self._retry_at = now
         self._transfer_deadline = now + policy.max_transfer_s
         self._progress_at = self._stall_base = now
-        self._has_gap = self._is_open_there = False
         self._gap_open_at = now
-        self._ended = False
 
     # ---- from the shell -----------------------------------------------------------------------
 
@@ -343,6 +365,11 @@ class ReceiverTransfer:
 
     def on_abort(self, reason: str) -> list[ReceiverAction]:
         """Stop at the peer's wish; always answered."""
+        if self.state is ReceiverState.ATTACHED:
+            self.in_place.is_abort_asked = (
+                True  # answered by `detach`: until then the blocks are read
+            )
+            return self._move_in(f"prefill aborted: {reason}")
         answer: list[ReceiverAction] = [SendAborted()]
         if self.state not in _LIVE:
             return answer
@@ -357,6 +384,9 @@ class ReceiverTransfer:
 
     def on_renewed(self, is_known: bool, now: float) -> list[ReceiverAction]:
         """Fail if the peer no longer has the transfer."""
+        if not is_known and self.state is ReceiverState.ATTACHED:
+            self._peer_gone = True
+            return self._move_in("the prefill worker took the lease back")
         if is_known or self.state not in _OPENED:
             return []
         if self._can_finish_alone():
@@ -368,6 +398,9 @@ class ReceiverTransfer:
         """Reconnect once, or fail; a mapping outlives its owner, so a known end is finished."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._forget()
+        if self.state is ReceiverState.ATTACHED:
+            self._peer_gone = True
+            return self._move_in("the prefill worker is gone")
         if self.state not in _LIVE:
             return []
         if self._can_finish_alone():
@@ -393,6 +426,29 @@ class ReceiverTransfer:
         self._is_open_there = True  # unlike after a broken connection, an ABORT gets through
         self._phase_deadline = now + self._policy.connect_timeout_s
         return [Connect()]
+
+    def on_drain(self) -> list[ReceiverAction]:
+        """The peer wants its blocks back: read nothing in place that can be copied."""
+        self.in_place.must_copy = "the prefill worker wants its blocks back"
+        return (
+            self._move_in(self.in_place.must_copy) if self.state is ReceiverState.ATTACHED else []
+        )
+
+    def detach(self, is_intact: bool, now: float) -> list[ReceiverAction]:
+        """Nothing reads the attached blocks any more: let the peer have them back."""
+        if self.state is not ReceiverState.ATTACHED:
+            return []
+        if self.in_place.is_abort_asked:
+            return [SendAborted(), *self._forget()]
+        if self._peer_gone:
+            return self._forget()
+        self._tries = 1
+        self._retry_at = now + self._policy.close_retry_s
+        if is_intact:
+            self.state = ReceiverState.DONE
+            return [self._done()]
+        self.state = ReceiverState.ABORTING
+        return [SendAbort("an attached block has changed")]
 
     def on_gap(self, now: float) -> list[ReceiverAction]:
         """A message of the peer was lost: have the announcements repeated, but not in a storm."""
@@ -420,15 +476,17 @@ class ReceiverTransfer:
         return digests
 
     def take_pulls(self, limit: int) -> list[Pull]:
-        """Return up to `limit` blocks to copy now (memfd)."""
+        """Return up to `limit` blocks to copy, or to verify in place, now."""
         pulls: list[Pull] = []
         if self.plane not in MAPPED_PLANES or self.state is not ReceiverState.PULLING:
             return pulls
+        may_attach = self.plane == "attach" and not self.in_place.must_copy
         while self._pull_queue and len(pulls) < limit:
             index, _ = self._pull_queue.popitem(last=False)
             dest = self.dest_of(index)
             if dest is not None:
-                pulls.append(Pull(index, self._sources[index], self._gens[index], dest))
+                in_place = may_attach and index < self.num_blocks
+                pulls.append(Pull(index, self._sources[index], self._gens[index], dest, in_place))
         return pulls
 
     def has_pulls(self) -> bool:
@@ -460,6 +518,16 @@ class ReceiverTransfer:
             self._progress_at = now
         return self._try_finish(now)
 
+    def on_attached(self, indexes: Sequence[int], now: float) -> list[ReceiverAction]:
+        """Take blocks that were verified where they are."""
+        self.in_place.indexes += [index for index in indexes if self.dest_of(index) is not None]
+        self.blocks_moved -= len(indexes)
+        return self.on_good_blocks(indexes, now)
+
+    def sources_of(self, indexes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the peer's blocks and their generations."""
+        return [self._sources[i] for i in indexes], [self._gens[i] for i in indexes]
+
     def account(self, num_blocks: int) -> None:
         """Note DATA frames that arrived, wanted or not: their credit is used up."""
         self._accounted += num_blocks * self.frame_bytes
@@ -487,6 +555,8 @@ class ReceiverTransfer:
         """When `on_time` wants to be called next."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._retry_at
+        if self.state is ReceiverState.ATTACHED:
+            return self._phase_deadline
         times = [self._transfer_deadline]
         if self._has_gap and self.state in _OPENED:
             times.append(self._gap_open_at)
@@ -503,6 +573,9 @@ class ReceiverTransfer:
         """Do what is due; data of other transfers on the same link is a sign of progress too."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._repeat_close(now)
+        if self.state is ReceiverState.ATTACHED and now >= self._phase_deadline:
+            self._phase_deadline = now + self._policy.attach_max_s
+            return self._move_in("blocks have been attached for long")
         if self.state not in _LIVE:
             return []
         if now >= self._transfer_deadline:
@@ -616,10 +689,17 @@ class ReceiverTransfer:
     def _try_finish(self, now: float) -> list[ReceiverAction]:
         if self.state is not ReceiverState.PULLING or self.final is None or self._num_missing:
             return []
-        self.state = ReceiverState.DONE
         self.finished_at = now
         self._ended = True
         deliver: list[ReceiverAction] = [Deliver(self.final)]
+        if self.in_place.indexes:
+            self.state = ReceiverState.ATTACHED
+            self._phase_deadline = now + self._policy.attach_max_s
+            why = self.in_place.must_copy or (
+                "the prefill worker is gone" if self._peer_gone else ""
+            )
+            return deliver + self._move_in(why) if why else deliver
+        self.state = ReceiverState.DONE
         if self._peer_gone:
             return deliver + self._forget()
         self._tries = 1
@@ -643,6 +723,9 @@ class ReceiverTransfer:
         self._tries = 1
         self._retry_at = self._progress_at  # due at once; every repeat is paced
         return [SendAbort(message), *failed]
+
+    def _move_in(self, reason: str) -> list[ReceiverAction]:
+        return [MoveIn(reason)]
 
     def _forget(self) -> list[ReceiverAction]:
         self.state = ReceiverState.RELEASED

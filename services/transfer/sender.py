@@ -118,6 +118,14 @@ class SendClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class SendDrain:
+    """Ask the owner to move home what it reads in place."""
+
+    peer: Peer
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class DataReady:
     """There may be something for `take_data` now."""
 
@@ -147,6 +155,7 @@ SenderAction = (
     | SendAbort
     | SendAborted
     | SendClosed
+    | SendDrain
     | DataReady
     | Unpin
     | Release
@@ -196,6 +205,7 @@ class SenderTransfer:
         self._pulled: set[int] = set()  # full blocks the owner says it has verified
         self._unpinned: set[int] = set()  # given back; nobody is told of them again
         self._is_unpinning = False
+        self._is_asking_back = False
         self._nacks: dict[int, int] = {}
         self._reset_stream(())
         self._granted = 0
@@ -258,7 +268,23 @@ class SenderTransfer:
             actions.append(SendReady(peer, self.attempt, 0, len(self.block_ids)))
         if self.final is not None:
             actions.append(SendFinal(peer, self.attempt))
+        if self._is_asking_back:
+            actions += self.ask_back()
         return [*actions, DataReady(peer)]
+
+    def ask_back(self) -> list[SenderAction]:
+        """Have the owner move home what it reads in place, from now on."""
+        self._is_asking_back = True
+        is_open = self.state in (SenderState.STREAMING, SenderState.DRAINING)
+        if self.plane != "attach" or self.owner is None or not is_open:
+            return []
+        return [SendDrain(self.owner, self.attempt)]
+
+    @property
+    def num_attached(self) -> int:
+        """Blocks its owner may be reading in place."""
+        is_open = self.state in (SenderState.STREAMING, SenderState.DRAINING)
+        return self.num_blocks if self.plane == "attach" and is_open else 0
 
     def _refusal(self, peer: Peer, args: OpenArgs) -> tuple[RejectCode, str] | None:
         if self.state in (SenderState.ABORTING, SenderState.CLOSED):
@@ -312,7 +338,7 @@ class SenderTransfer:
     def unpin(self) -> list[SenderAction]:
         """Give blocks back as soon as the owner has them, from now on."""
         self._is_unpinning = True
-        return self._unpin_some()
+        return [*self.ask_back(), *self._unpin_some()]
 
     def _unpin_some(self) -> list[SenderAction]:
         """Give back what is safe: verified by the owner and in no message that ZMQ still reads.

@@ -16,7 +16,14 @@ from services.kv.form import EXACT, UNKNOWN, form_of
 from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.telemetry.logs import get_logger
 from services.transfer import receiver
-from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
+from services.transfer.api import (
+    SinkEvent,
+    SinkMoveWanted,
+    SinkReady,
+    SinkReleased,
+    TransferStats,
+)
+from services.transfer.attach_plane import Attachments
 from services.transfer.conversion import Conversion
 from services.transfer.counters import SinkCounters
 from services.transfer.cover import Shard, cover_fault
@@ -48,6 +55,11 @@ log = get_logger(__name__)
 
 _MESSAGES_A_TURN = 32
 _IDLE_WAIT_S = 0.5
+_LEASED = (
+    receiver.ReceiverState.WAITING_BLOCKS,
+    receiver.ReceiverState.PULLING,
+    receiver.ReceiverState.ATTACHED,
+)
 
 
 class TransferSink:
@@ -72,7 +84,9 @@ class TransferSink:
             stall_timeout_s=config.stall_timeout_s,
             max_nacks=config.max_nacks,
             window_s=config.window_bytes / config.min_rate_bytes_s,
+            attach_max_s=config.attach_max_s,
         )
+        self._attachments = Attachments(parts.bases, config, self.counters)
         self._lock = threading.Lock()  # guards _open_keys and _is_stopping
         self._open_keys: set[str] = set()
         self._is_stopping = False
@@ -87,9 +101,8 @@ class TransferSink:
         base = peer_base(parts.worker_id, parts.incarnation)
         self._receives = ReceiveTable()
         self._intake = Intake(parts, self.counters, self._receives, self._apply)
-        link_parts = LinkParts(
-            self._context, parts.local_end(), config, keys, self._poller, self._timers, clock
-        )
+        end = self._attachments.end_of(parts.local_end())
+        link_parts = LinkParts(self._context, end, config, keys, self._poller, self._timers, clock)
         self._links = LinkTable(link_parts, self)
         self._renewer = LeaseRenewer(
             self._context, base, clock, config, keys, self._on_heard, self._on_renewed
@@ -153,6 +166,10 @@ class TransferSink:
     def cancel(self, key: str, reason: str) -> None:
         """Abort; SinkReleased follows when nothing writes the blocks any more."""
         self._inbox.put(lambda: self._cancel(key, reason))
+
+    def detach(self, key: str, *, is_intact: bool) -> None:
+        """Nothing reads the attached blocks of `key` any more; `is_intact`: they never changed."""
+        self._inbox.put(lambda: self._detach(key, is_intact))
 
     def num_open(self) -> int:
         """Transfers not yet ended."""
@@ -318,6 +335,15 @@ class TransferSink:
         if receive is not None:
             self._apply(receive, receive.machine.cancel(reason, self._clock.now()))
 
+    def _detach(self, key: str, is_intact: bool) -> None:
+        receive = self._attachments.end(key)
+        if receive is None:
+            return
+        if not is_intact:
+            self.counters.integrity_errors += 1
+            log.warning("transfer.attached_block_changed", peer=receive.ticket.worker_id)
+        self._apply(receive, receive.machine.detach(is_intact, self._clock.now()))
+
     def _begin_stop(self, grace_s: float) -> None:
         self._stop_deadline = self._clock.now() + grace_s
         for key in self._receives.open_keys():
@@ -383,6 +409,7 @@ class TransferSink:
         receive.conversion = None
         if not (link.layout.is_same(self._layout) and wire.is_same(self._layout)):
             receive.conversion = Conversion(self._memory, receive.placement, link.layout, wire)
+        self._attachments.prepare(receive)
         now = self._clock.now()
         self._apply(receive, receive.machine.on_connected(receive.plane, now, wire.block_bytes))
 
@@ -401,7 +428,7 @@ class TransferSink:
         return self._receives.uses(target)
 
     def _publish_leases(self, target: Target) -> None:
-        opened = (receiver.ReceiverState.WAITING_BLOCKS, receiver.ReceiverState.PULLING)
+        opened = _LEASED
         table = self._receives.of_peer(target)
         ids = frozenset(r.ticket.xfer_id for r in table if r.machine.state in opened)
         self._renewer.set(target, ids)
@@ -492,27 +519,33 @@ class TransferSink:
     def _apply(self, receive: Receive, actions: Sequence[ReceiverAction]) -> None:
         machine = receive.machine
         for action in actions:
-            if isinstance(action, receiver.Deliver):
-                self._faults.hit("before_done")
-                self._deliver(receive, action)
-            elif isinstance(action, receiver.Fail):
-                self._fail(receive, action)
-            elif isinstance(action, receiver.Forget):
-                self._receives.forget(receive)
-                self._timers.discard(receive)
-            elif isinstance(action, receiver.Connect):
-                self._links.connect(receive)
-            elif isinstance(action, receiver.WorkReady):
-                self._intake.queue(receive)
-            else:
-                receive.send(*receive.message(action))
-                if isinstance(action, receiver.SendDone):
-                    self._faults.hit("after_done")
+            self._do(receive, action)
         if receive.published_state is not machine.state:
             receive.published_state = machine.state
             self._publish_leases(receive.target)
         if machine.state is not receiver.ReceiverState.RELEASED:
             self._timers.at_latest(receive, machine.next_deadline())
+
+    def _do(self, receive: Receive, action: ReceiverAction) -> None:
+        if isinstance(action, receiver.Deliver):
+            self._faults.hit("before_done")
+            self._deliver(receive, action)
+        elif isinstance(action, receiver.Fail):
+            self._fail(receive, action)
+        elif isinstance(action, receiver.MoveIn):
+            self._emit(SinkMoveWanted(receive.key, action.reason))
+        elif isinstance(action, receiver.Forget):
+            self._attachments.forget(receive)
+            self._receives.forget(receive)
+            self._timers.discard(receive)
+        elif isinstance(action, receiver.Connect):
+            self._links.connect(receive)
+        elif isinstance(action, receiver.WorkReady):
+            self._intake.queue(receive)
+        else:
+            receive.send(*receive.message(action))
+            if isinstance(action, receiver.SendDone):
+                self._faults.hit("after_done")
 
     def _deliver(self, receive: Receive, action: receiver.Deliver) -> None:
         self._end_key(receive)
@@ -520,7 +553,8 @@ class TransferSink:
         # Rows of the tail are counted in blocks of ours, whatever the peer's are.
         info = replace(action.final.info(), tail_valid_tokens=receive.placement.tail_valid)
         assert receive.kv_form is not None, "nothing comes without a connection"
-        self._emit(SinkReady(receive.key, info, receive.stats(), receive.kv_form))
+        attached = self._attachments.begin(receive)
+        self._emit(SinkReady(receive.key, info, receive.stats(), receive.kv_form, attached))
 
     def _fail(self, receive: Receive, action: receiver.Fail) -> None:
         self._end_key(receive)

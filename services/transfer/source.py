@@ -34,7 +34,7 @@ from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
 from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.peer_table import Mutes, PeerTable
-from services.transfer.planes import SENT_PLANES
+from services.transfer.planes import POOL_FD_PLANES, SENT_PLANES
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
 from services.transfer.values import FinalBlocks, Peer, RejectCode
@@ -98,6 +98,8 @@ class TransferSource:
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
         self._stop_deadline: float | None = None
+        self._is_asking_back = False
+        self._max_attached = int(config.attach_pin_share * parts.memory.num_blocks)
         self.endpoint = ""
         self.port: int | None = None  # of the bound socket
 
@@ -115,7 +117,7 @@ class TransferSource:
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())
         self._poller.add(port)
-        if "memfd" in self._end.planes:
+        if any(plane in POOL_FD_PLANES for plane in self._end.planes):
             self._start_pool_server()
         self._thread = threading.Thread(target=self._run, name="transfer-source", daemon=True)
         self._thread.start()
@@ -166,6 +168,10 @@ class TransferSource:
     def unpin(self, key: str) -> None:
         """Memory is short: give blocks back by SourceUnpinned once their reader has them."""
         self._inbox.put(lambda: self._unpin(key))
+
+    def ask_back(self) -> None:
+        """Have whoever reads our blocks in place move them, now and from now on."""
+        self._inbox.put(self._ask_back)
 
     def cancel(self, key: str, reason: str) -> None:
         """Abort; SourceReleased follows when nothing reads the blocks any more."""
@@ -269,7 +275,7 @@ class TransferSource:
             server = PoolServer(runtime_dir, memory, self._incarnation, self._config.max_peers)
         except HandoverError as error:
             log.warning("transfer.memfd_unavailable", reason=str(error))
-            planes = tuple(plane for plane in self._end.planes if plane != "memfd")
+            planes = tuple(plane for plane in self._end.planes if plane not in POOL_FD_PLANES)
             self._end = replace(self._end, planes=planes)
             return
         self._pool_server = server
@@ -335,6 +341,11 @@ class TransferSource:
             error=message,
         )
         self._apply(offered, offered.machine.cancel(message, self._clock.now()))
+
+    def _ask_back(self) -> None:
+        self._is_asking_back = True
+        for offered in self._offers.open():
+            self._apply(offered, offered.machine.ask_back())
 
     def _unpin(self, key: str) -> None:
         offered = self._offers.by_key(key)
@@ -551,11 +562,23 @@ class TransferSource:
         if args.attempt != header.attempt:
             raise WireError("attempt")
         info = self._peers.get(peer.base)
-        if args.plane != "zmq" and (info is None or info.plane != args.plane):
+        agreed = info.plane if info is not None else ""
+        # Who may read in place may also copy.
+        is_agreed = args.plane == agreed or (args.plane, agreed) == ("memfd", "attach")
+        if args.plane != "zmq" and not is_agreed:
             detail = "plane was not agreed"
             self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
             return
-        self._apply(offered, offered.machine.on_open(peer, args, self._clock.now()))
+        actions = offered.machine.on_open(peer, args, self._clock.now())
+        if args.plane == "attach" and (
+            self._is_asking_back or self._num_attached() > self._max_attached
+        ):
+            # So that those who read in place cannot starve the prefill of its own memory.
+            actions += offered.machine.ask_back()
+        self._apply(offered, actions)
+
+    def _num_attached(self) -> int:
+        return sum(offered.machine.num_attached for offered in self._offers.open())
 
     def _find_offer(
         self, peer: Peer, xfer_id: int, request: pb.Open
@@ -631,6 +654,8 @@ class TransferSource:
     def _send_action(self, offered: Offered, action: SendAction) -> None:
         if isinstance(action, sender.SendOpened):
             self.counters.opened += 1
+        elif isinstance(action, sender.SendDrain):
+            self.counters.asked_back += 1
         elif isinstance(action, sender.SendReject):
             self._note_reject(action.peer, action.code, action.detail)
         for kind, body in offered.messages(action):

@@ -24,6 +24,7 @@ from services.engine.api import CacheDelta
 from services.engine.config import EngineConfig
 from services.engine.loop import EngineLoop
 from services.engine.scheduler import Scheduler
+from services.kv.attached import PoolBases
 from services.kv.block_pool import BlockPool
 from services.kv.hashing import HASH_SCHEME, check_reference_vector
 from services.kv.layout import KvIdentity, KvLayout
@@ -205,6 +206,8 @@ class _Worker:
             max_open_requests=settings.max_requests,
             prefill_weight=prefill,
             decode_weight=decode,
+            attach_move_after_tokens=self._config.transfer.attach_move_after_tokens,
+            attach_move_blocks=self._config.transfer.attach_move_blocks,
         )
         content, executor = backend.attach(memory, manifest)
         tracing = setup_tracing(self._config.telemetry, service="worker", instance=worker_id)
@@ -283,12 +286,18 @@ class _Worker:
             lease_s=settings.lease_ms / 1000,
             verify_digest=settings.verify_digest,
             wire_dtype=settings.wire_dtype,
+            attach_max_s=settings.attach_max_ms / 1000,
+            attach_pin_share=settings.attach_pin_share,
             max_transfers=settings.max_open,
             curve_key_file=settings.curve_key_file or None,
             allow_plaintext_kv=settings.allow_plaintext_kv,
         )
         faults = FaultPoints.from_environ(os.environ)
-        parts = EndParts(memory, identity, worker_id, incarnation, self._clock, config, faults)
+        # A pool on a device cannot be read beside a peer's on the host.
+        bases = PoolBases() if self._config.worker.device == "cpu" else None
+        parts = EndParts(
+            memory, identity, worker_id, incarnation, self._clock, config, faults, bases
+        )
         listen = ListenAt(
             self._config.worker.bind_host,
             self._runtime_dir(),

@@ -11,6 +11,7 @@ from services.worker import convert
 from services.worker.session import DoneOut, Outgoing, TicketOut
 
 _PLANES = {
+    "attach": common_pb2.PLANE_ATTACH,
     "memfd": common_pb2.PLANE_MEMFD,
     "cuda_ipc": common_pb2.PLANE_CUDA_IPC,
     "nccl": common_pb2.PLANE_NCCL,

@@ -21,6 +21,7 @@ from services.common.errors import RequestError
 from services.common.sampling import SamplingParams
 from services.decode.admission import AdmissionLimits, FailureLadder, admit
 from services.engine.api import (
+    AttachReleased,
     BlocksReserved,
     BlocksSealed,
     CacheDelta,
@@ -47,6 +48,7 @@ from services.transfer.api import (
     Offer,
     Sink,
     SinkEvent,
+    SinkMoveWanted,
     SinkReady,
     Source,
     SourceEvent,
@@ -138,8 +140,9 @@ class WorkerShell:
         return self.role.state == common_pb2.WORKER_STATE_DRAINING
 
     def begin_drain(self) -> None:
-        """Refuse new work from now on."""
+        """Refuse new work from now on, and ask for blocks that others read in our pool."""
         self.role.state = common_pb2.WORKER_STATE_DRAINING
+        self.source.ask_back()
 
     async def warm_up(self) -> None:
         """Run one short request through the engine: memory is touched, rates are known."""
@@ -373,6 +376,8 @@ class WorkerShell:
                     outgoing.append(TicketOut(event.key, ticket, event.generated))
             elif isinstance(event, MigrateRefused):
                 self._on_loop(self._migrate_refused, event)
+            elif isinstance(event, AttachReleased):
+                self.sink.detach(event.key, is_intact=event.is_intact)
             else:
                 self._on_transfer_event(event)
         return outgoing
@@ -464,12 +469,20 @@ class WorkerShell:
     def _on_sink_event(self, event: SinkEvent) -> None:
         key = RequestKey(event.key)
         work = self._works.get(key)
+        if isinstance(event, SinkMoveWanted):
+            log.info(
+                "worker.move_attached",
+                request_id=work.request_id if work else "",
+                reason=event.reason,
+            )
+            self.engine.move_attached(key)
+            return
         if work is not None:
             work.stats = event.stats
         self._tracer.sink_ended(event)
         if isinstance(event, SinkReady):
             first = tuple(convert.first_token(info) for info in event.final.first)
-            self.engine.received(key, first, event.final.prefill_us, event.kv_form)
+            self.engine.received(key, first, event.final.prefill_us, event.kv_form, event.attached)
             return
         with self._ladder_lock:
             step = self._ladder.next_step(can_recompute=event.can_recompute, now=self._clock.now())
