@@ -136,7 +136,7 @@ class TransferSettings(Section):
         60_000, "time after which attached blocks move home anyway", unit="ms", ge=100
     )
     attach_pin_share: float = setting(
-        0.5, "share of a pool that readers in place may hold", gt=0, le=1
+        0.5, "share of a pool that readers in place may hold", unit="share", gt=0, le=1
     )
     lease_ms: int = setting(
         10_000, "time a running transfer lives without a renewal", unit="ms", ge=100

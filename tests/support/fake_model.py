@@ -14,12 +14,14 @@ from torch import Tensor
 from services.common.sampling import SamplingParams
 from services.engine.plan import SampleTask
 from services.engine.sampler import sample
+from services.kv.block_table import MAX_POOL_BLOCKS, POOL_SHIFT
 from services.kv.layout import KvLayout
 from services.models.base import StepBatch
 from services.models.config import ModelConfig
 
 FAKE_VOCAB = 61
 FAKE_LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1)
+_NONE = np.empty(0, np.float32)
 _MODULUS = (1 << 20) - 3  # values are whole numbers that float32 holds exactly
 
 
@@ -82,6 +84,17 @@ def continued_tokens(
     return generated
 
 
+def _cells(pool: Tensor) -> npt.NDArray[np.float32]:
+    return pool.numpy()[:, 0, :, 0, :, 0]
+
+
+def _read(pools: list[npt.NDArray[np.float32] | None], entry: int) -> npt.NDArray[np.float32]:
+    pool = pools[entry >> POOL_SHIFT]
+    assert pool is not None, "a block of a pool that is not there"
+    numbers: npt.NDArray[np.float32] = pool[entry % MAX_POOL_BLOCKS, 1]
+    return numbers
+
+
 class FakeModel:
     """services.models.base.Model over one-number KV. Set `poison` to make a token id raise."""
 
@@ -111,12 +124,14 @@ class FakeModel:
         tokens = batch.token_ids.tolist()
         if self.poison in tokens:
             raise ValueError("this token breaks the model")
-        cells = kv_pool.numpy()[:, 0, :, 0, :, 0]  # [num_blocks, 2, block_size]
+        # Of each pool `[num_blocks, 2, block_size]`; only the first is written.
+        pools = [None if p is None else _cells(p) for p in (kv_pool, *batch.more_pools)]
+        cells = _cells(kv_pool)
         values: list[int] = []
         starts = batch.query_starts.tolist()
         self.batch_sizes.append(len(starts) - 1)
         for seq, context_len in enumerate(batch.context_lens.tolist()):
-            self._run_sequence(batch, cells, seq, (starts[seq], starts[seq + 1]), context_len)
+            self._run_sequence(batch, pools, seq, (starts[seq], starts[seq + 1]), context_len)
         size = cells.shape[2]
         for row in batch.logit_rows.tolist():
             slot = int(batch.slot_mapping[row])
@@ -127,11 +142,13 @@ class FakeModel:
     def _run_sequence(
         self,
         batch: StepBatch,
-        cells: npt.NDArray[np.float32],
+        pools: list[npt.NDArray[np.float32] | None],
         seq: int,
         rows: tuple[int, int],
         context_len: int,
     ) -> None:
+        cells = pools[0]
+        assert cells is not None
         size = cells.shape[2]
         table = batch.block_tables[seq].numpy()
         first = context_len - (rows[1] - rows[0])
@@ -141,7 +158,7 @@ class FakeModel:
             assert slot == table[position // size] * size + position % size
             blocks = table[: -(-position // size)]
             assert (blocks >= 0).all()
-            before = cells[blocks, 1].reshape(-1)[:position]
+            before = np.concatenate([_NONE, *(_read(pools, b) for b in blocks.tolist())])[:position]
             assert not np.isnan(before).any(), "unwritten memory was read"
             value = _value(int(batch.token_ids[row]), position, before.astype(np.int64))
             cells[slot // size, :, slot % size] = value

@@ -22,6 +22,7 @@ from services.engine.api import (
     FirstToken,
     RequestKey,
 )
+from services.kv.attached import AttachedKv
 from services.kv.hashing import HashScope, chain_hashes
 from services.pb import worker_pb2
 from services.telemetry.metrics import Metrics
@@ -45,6 +46,7 @@ class RecordingEngine:
         self.cancelled: list[RequestKey] = []
         self.released: list[RequestKey] = []
         self.migrated: list[RequestKey] = []
+        self.moved: list[RequestKey] = []
         self.paused: list[RequestKey] = []
         self.unpinned: list[tuple[RequestKey, tuple[BlockId, ...]]] = []
         self.received_keys: list[RequestKey] = []
@@ -89,8 +91,12 @@ class RecordingEngine:
         first: tuple[FirstToken, ...],
         prefill_us: int,
         kv_form: str = "",
+        attached: AttachedKv | None = None,
     ) -> None:
         self.received_keys.append(key)
+
+    def move_attached(self, key: RequestKey) -> None:
+        self.moved.append(key)
 
     def receive_failed(self, key: RequestKey, code: str, message: str, *, recompute: bool) -> None:
         self.failed.append((key, code, recompute))
@@ -119,6 +125,7 @@ class RecordingSource:
         self.sealed: list[tuple[str, int]] = []
         self.finished: list[str] = []
         self.unpinned: list[str] = []
+        self.num_asked_back = 0
         self.cancelled: list[str] = []
         self.refuses = False
         self.emit: Callable[[SourceEvent], None]
@@ -144,6 +151,9 @@ class RecordingSource:
     def unpin(self, key: str) -> None:
         self.unpinned.append(key)
 
+    def ask_back(self) -> None:
+        self.num_asked_back += 1
+
     def cancel(self, key: str, reason: str) -> None:
         self.cancelled.append(key)
 
@@ -161,6 +171,7 @@ class RecordingSink:
         self.opened: list[tuple[str, bytes, int]] = []
         self.reserved: list[str] = []
         self.cancelled: list[str] = []
+        self.detached: list[tuple[str, bool]] = []
         self.emit: Callable[[SinkEvent], None]
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
@@ -188,6 +199,9 @@ class RecordingSink:
 
     def cancel(self, key: str, reason: str) -> None:
         self.cancelled.append(key)
+
+    def detach(self, key: str, *, is_intact: bool) -> None:
+        self.detached.append((key, is_intact))
 
     def num_open(self) -> int:
         return len(self.opened)

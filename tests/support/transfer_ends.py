@@ -14,6 +14,7 @@ import numpy as np
 
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
+from services.kv.attached import PoolBases
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
@@ -22,6 +23,7 @@ from services.transfer.api import (
     FirstTokenInfo,
     Offer,
     SinkEvent,
+    SinkMoveWanted,
     SinkReady,
     SinkReleased,
     SourceReleased,
@@ -242,10 +244,12 @@ def make_decode(
     layout: KvLayout = LAYOUT,
     identity: KvIdentity = IDENTITY,
     worker_id: str = "decode-0",
+    bases: PoolBases | None = None,
 ) -> DecodeEnd:
     """Start a sink."""
     memory = KvPoolMemory.create(layout, num_blocks)
-    parts = EndParts(memory, identity, worker_id, next(_next_incarnation), SystemClock(), config)
+    incarnation = next(_next_incarnation)
+    parts = EndParts(memory, identity, worker_id, incarnation, SystemClock(), config, bases=bases)
     sink = TransferSink(parts)
     shards = ShardedSink(sink)
     events = Events()
@@ -280,4 +284,6 @@ def outcome(event: SinkEvent | SourceReleased) -> str:
     """Name an event shortly."""
     if isinstance(event, SinkReady):
         return "ready"
+    if isinstance(event, SinkMoveWanted):
+        return "move_wanted"
     return event.code if isinstance(event, SinkReleased) else event.outcome

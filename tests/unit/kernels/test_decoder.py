@@ -151,8 +151,9 @@ def test_bad_indices_are_refused_before_the_pool_is_written() -> None:
         ({"block_tables": step.block_tables - 100}, "block_tables"),
         ({"query_starts": step.query_starts + 1}, "query_starts"),
     ):
+        bad = replace(step, **change)  # type: ignore[arg-type]  # tensors, by name
         with pytest.raises(ValueError, match=message):
-            decoder_step(hidden.clone(), decoder, pool, replace(step, **change))
+            decoder_step(hidden.clone(), decoder, pool, bad)
     assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
