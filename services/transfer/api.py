@@ -115,7 +115,8 @@ class SinkMoveWanted:
 
 
 SourceEvent = SourceReleased | SourceUnpinned
-SinkEvent = SinkReady | SinkReleased | SinkMoveWanted
+ReceiveEnd = SinkReady | SinkReleased
+SinkEvent = ReceiveEnd | SinkMoveWanted
 
 
 class Source(Protocol):

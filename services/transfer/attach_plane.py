@@ -54,6 +54,8 @@ class Attachments:
         """Hold the peer's pool for this receive; return why it cannot be read in place, if so."""
         if self._bases is None or receive.pool is None or receive.conversion is not None:
             return "the pool cannot be read as it is"
+        if receive.request.is_shard:
+            return "a shard is a part of our blocks"
         if receive.kv_form != EXACT:
             return "the KV is not exact"
         number = self._bases.hold(receive.pool)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from services.common.ids import BlockHash, BlockId
 from services.kv.form import EXACT, UNKNOWN
-from services.transfer.api import SinkEvent, SinkReady, SinkReleased, TransferStats
+from services.transfer.api import (
+    ReceiveEnd,
+    SinkEvent,
+    SinkMoveWanted,
+    SinkReady,
+    SinkReleased,
+    TransferStats,
+)
 from services.transfer.cover import Shard, cover_fault
 from services.transfer.receive import OpenRequest
 from services.transfer.sink import TransferSink
@@ -27,14 +34,14 @@ class ShardGroup:
 
     key: str
     parts: tuple[str, ...]  # keys of the shards' own receives
-    ended: dict[str, SinkEvent] = field(default_factory=dict)  # in the order they ended
+    ended: dict[str, ReceiveEnd] = field(default_factory=dict)  # in the order they ended
     fault: SinkReleased | None = None  # the first one
 
     def open_parts(self) -> tuple[str, ...]:
         """Return the shards that have not ended."""
         return tuple(part for part in self.parts if part not in self.ended)
 
-    def note(self, part: str, event: SinkEvent) -> bool:
+    def note(self, part: str, event: ReceiveEnd) -> bool:
         """Note the end of a shard; True if the others are to be cancelled for it."""
         self.ended[part] = event
         if isinstance(event, SinkReady) or self.fault is not None:
@@ -42,7 +49,7 @@ class ShardGroup:
         self.fault = event
         return True
 
-    def outcome(self) -> SinkEvent | None:
+    def outcome(self) -> ReceiveEnd | None:
         """Return how the receive ended, once every shard has."""
         if self.open_parts():
             return None
@@ -160,17 +167,23 @@ class ShardedSink:
             return group.open_parts() if group is not None else ()
 
     def _on_sink_event(self, event: SinkEvent) -> None:
+        if isinstance(event, SinkMoveWanted):
+            self._on_event(event)  # never of a shard: those are copied
+            return
+        outcome: ReceiveEnd | None = event
+        others: tuple[str, ...] = ()
         with self._lock:
             group = self._group_of.pop(event.key, None)
-            outcome, others = (event, ()) if group is None else self._note(group, event)
+            if group is not None:
+                outcome, others = self._note(group, event)
         for part in others:
             self._sink.cancel(part, "another shard of the prompt has failed")
         if outcome is not None:
             self._on_event(outcome)
 
     def _note(
-        self, group: ShardGroup, event: SinkEvent
-    ) -> tuple[SinkEvent | None, tuple[str, ...]]:
+        self, group: ShardGroup, event: ReceiveEnd
+    ) -> tuple[ReceiveEnd | None, tuple[str, ...]]:
         """Return how the receive ended, if it has, and the shards to cancel."""
         is_first_fault = group.note(event.key, event)
         others = group.open_parts() if is_first_fault else ()

@@ -19,7 +19,7 @@ from services.engine.api import (
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Tracing
-from services.transfer.api import SinkReady, SinkReleased, SourceReleased, TransferStats
+from services.transfer.api import ReceiveEnd, SinkReady, SourceReleased, TransferStats
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class WorkTracer:
         )
         return end_ns
 
-    def sink_ended(self, event: SinkReady | SinkReleased) -> None:
+    def sink_ended(self, event: ReceiveEnd) -> None:
         """A receive ended, well or not."""
         with self._lock:
             work = self._open.get(RequestKey(event.key))

@@ -14,7 +14,7 @@ from services.kv.layout import KvLayout
 from services.transfer.api import (
     FinalInfo,
     FirstTokenInfo,
-    SinkEvent,
+    ReceiveEnd,
     SinkReady,
     SinkReleased,
     TransferStats,
@@ -131,7 +131,7 @@ def _failed(part: str, code: str = "handoff_failed") -> SinkReleased:
 def test_a_group_ends_once_with_its_last_shard(order: list[str], ends: list[str]) -> None:
     """Ready only when all are; failed by the first fault, and only when nobody writes."""
     group = ShardGroup("k", PARTS)
-    events: list[SinkEvent] = [
+    events: list[ReceiveEnd] = [
         _ready(part) if end == "ready" else _failed(part)
         for part, end in zip(order, ends, strict=False)
     ]
