@@ -11,6 +11,7 @@ from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.conversion import Conversion
+from services.transfer.fault_plane import CopyBlocks
 from services.transfer.memfd_plane import pull_blocks
 from services.transfer.receiver import Pull, ReceiverTransfer
 from services.transfer.values import U64Array
@@ -22,10 +23,17 @@ BAD_LENGTH, BAD_GENERATION, BAD_DIGEST = "length", "generation", "digest"
 class BlockWriter:
     """One per sink, used by its thread only. Verdicts are None or what is wrong."""
 
-    def __init__(self, memory: KvPoolMemory, layout: KvLayout, digest_sampling: int) -> None:
+    def __init__(
+        self,
+        memory: KvPoolMemory,
+        layout: KvLayout,
+        digest_sampling: int,
+        copy: CopyBlocks = pull_blocks,
+    ) -> None:
         self._memory = memory
         self._layout = layout
         self._digest_sampling = digest_sampling
+        self._copy = copy
         self._num_pulled = 0
 
     def receive(
@@ -46,7 +54,7 @@ class BlockWriter:
         """Copy blocks out of a peer's pool; digests are verified at the configured rate."""
         if any(pull.source_block >= pool.num_blocks for pull in pulls):
             return [BAD_GENERATION] * len(pulls)  # the peer talks nonsense: believe none of it
-        good = pull_blocks(
+        good = self._copy(
             pool,
             [pull.source_block for pull in pulls],
             [pull.gen for pull in pulls],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import ConfigError
+from services.transfer.fault_script import FaultDeck
 from services.transfer.pairing import AS_STORED, WIRE_DTYPES
-from services.transfer.planes import DEFAULT_PLANES, PLANES_BEST_FIRST
+from services.transfer.planes import DEFAULT_PLANES, FAULT_PLANE, PLANES_BEST_FIRST
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -49,10 +50,15 @@ class TransferConfig:
     max_bad_frames: int = 16  # then the peer's frames are dropped unread for a minute
     curve_key_file: str | None = None  # key pair shared by the workers of one cluster
     allow_plaintext_kv: bool = False  # plaintext beyond loopback
+    fault_deck: FaultDeck | None = None  # of tests only, with "fault" among the planes
 
     def __post_init__(self) -> None:
-        unknown = [p for p in self.planes if p not in PLANES_BEST_FIRST]
-        if unknown or not self.planes:
+        if (FAULT_PLANE in self.planes) != (self.fault_deck is not None):
+            raise ConfigError(
+                "transfer.planes: fault is for tests, which hand over its deck with it"
+            )
+        planes = [p for p in self.planes if p != FAULT_PLANE]
+        if not planes or any(p not in PLANES_BEST_FIRST for p in planes):
             raise ConfigError(f"transfer.planes: choose from {list(PLANES_BEST_FIRST)}")
         if self.wire_dtype not in WIRE_DTYPES:
             raise ConfigError(f"transfer.wire_dtype: choose from {list(WIRE_DTYPES)}")

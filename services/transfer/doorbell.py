@@ -49,8 +49,8 @@ class Doorbell:
         """Take over a connected SOCK_SEQPACKET socket; whoever made it closes it."""
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._socket = connection
-        self._incarnation = incarnation
+        self.connection = connection
+        self.incarnation = incarnation
         self._seq = 0
         self._backlog: deque[tuple[bytes, bytes]] = deque()
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)  # one more: a longer packet shows
@@ -67,7 +67,7 @@ class Doorbell:
         if not fits(body):
             raise WireError("packet_length")
         self._seq += 1
-        packet = encode(Header(kind, self._incarnation, xfer_id, attempt, self._seq), body)
+        packet = encode(Header(kind, self.incarnation, xfer_id, attempt, self._seq), body)
         self.flush()
         if not self._backlog and self._try_send(packet):
             return
@@ -87,25 +87,34 @@ class Doorbell:
 
     def recv(self) -> Message | None:
         """Return the next message, or None; WireError for one that makes no sense."""
+        packet = self._take_packet()
+        if packet is None:
+            return None
+        if len(packet) > MAX_PACKET_BYTES:
+            raise WireError("packet_length")
+        message = decode((packet[:HEADER_BYTES], packet[HEADER_BYTES:]))
+        if message.header.n_payload:
+            raise WireError("payload_count")  # a packet has no further frames
+        return message
+
+    def is_due(self) -> bool:
+        """Tell whether to read although the socket is not readable; a kernel holds nothing back."""
+        return False
+
+    def _take_packet(self) -> memoryview | None:
         try:
-            size = self._socket.recv_into(self._buffer)
+            size = self.connection.recv_into(self._buffer)
         except BlockingIOError:
             return None
         except OSError as error:
             raise HungUp(type(error).__name__) from error
         if size == 0:
             raise HungUp("closed")
-        if size > MAX_PACKET_BYTES:
-            raise WireError("packet_length")
-        packet = memoryview(self._buffer)[:size]
-        message = decode((packet[:HEADER_BYTES], packet[HEADER_BYTES:]))
-        if message.header.n_payload:
-            raise WireError("payload_count")  # a packet has no further frames
-        return message
+        return memoryview(self._buffer)[:size]
 
     def _try_send(self, packet: tuple[bytes, bytes]) -> bool:
         try:
-            self._socket.sendmsg(packet)
+            self.connection.sendmsg(packet)
         except BlockingIOError:
             return False
         except OSError as error:

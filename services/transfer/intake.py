@@ -15,6 +15,7 @@ from services.transfer.config import MIB
 from services.transfer.counters import SinkCounters
 from services.transfer.credit import CreditRound
 from services.transfer.end_parts import EndParts
+from services.transfer.fault_plane import open_copier
 from services.transfer.peer_link import PeerLink
 from services.transfer.receive import Receive
 from services.transfer.receive_table import ReceiveTable
@@ -51,7 +52,8 @@ class Intake:
         self._counters = counters
         self._receives = receives
         self._apply = apply
-        self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling)
+        copy = open_copier(config)
+        self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling, copy)
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
         self._pulls_a_step = min(_STEP_BLOCKS, max(1, _STEP_BYTES // parts.layout.block_bytes))

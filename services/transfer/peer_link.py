@@ -12,6 +12,7 @@ from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp, fits
+from services.transfer.fault_plane import open_bell, open_dealer
 from services.transfer.handshake import (
     Incompatible,
     LocalEnd,
@@ -26,7 +27,7 @@ from services.transfer.planes import POOL_FD_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import MAIN, CurveKeys, DealerLink, Poller, SinkContext, peer_base
+from services.transfer.zmq_plane import MAIN, CurveKeys, Poller, SinkContext, peer_base
 
 log = get_logger(__name__)
 
@@ -71,13 +72,14 @@ class PeerLink:
         self.last_data = 0.0
         self.deadline = now + config.connect_timeout_s
         self.next_seq: int | None = None
+        self.next_bell_seq = 1
         self._end = end
         self._poller = poller
         self._client: PoolClient | None = None
         self._welcome: Welcome | None = None
         base = peer_base(end.worker_id, end.incarnation)
         limit = max_frame_bytes(end.layout)
-        self.dealer = DealerLink(context, target.endpoint, base, MAIN, config, keys, limit)
+        self.dealer = open_dealer(context, target.endpoint, base, MAIN, config, keys, limit)
         poller.add(self.dealer)
         self.dealer.send(MessageType.HELLO, hello_body(end))
 
@@ -100,17 +102,25 @@ class PeerLink:
         return self._client.bell if is_up and self._client is not None else None
 
     def is_readable(self, readable: set[object]) -> bool:
-        """Tell whether this connection has something to read."""
-        return any(socket in readable for socket in self.dealer.sockets)
+        """Tell whether this connection has something to read; one just dropped has not."""
+        return self.state is not LinkState.DOWN and any(
+            socket in readable for socket in self.dealer.sockets
+        )
 
     def is_client_readable(self, readable: set[object]) -> bool:
         """Tell whether the pool's socket has something to say."""
-        return self._client is not None and self._client.fileno() in readable
+        client = self._client
+        return client is not None and (client.fileno() in readable or client.bell.is_due())
 
     def has_gap(self, seq: int) -> bool:
         """Note a sequence number of ZMQ's; True if one or more before it are missing."""
         expected, self.next_seq = self.next_seq, (seq + 1) & 0xFFFFFFFF
         return expected is not None and seq != expected
+
+    def has_bell_gap(self, seq: int) -> bool:
+        """Do the same for the pool's socket: a packet that made no sense is missing too."""
+        expected, self.next_bell_seq = self.next_bell_seq, (seq + 1) & 0xFFFFFFFF
+        return seq != expected
 
     def on_greeting(self, message: Message, now: float) -> None:
         """Take the answer to HELLO."""
@@ -176,6 +186,7 @@ class PeerLink:
         base = peer_base(self._end.worker_id, self._end.incarnation)
         try:
             self._client = PoolClient(welcome.uds_path, base)
+            self._client.bell = open_bell(self._client.bell, self.dealer)
         except HandoverError as error:
             self._fall_back(str(error))
             return

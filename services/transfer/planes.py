@@ -9,3 +9,4 @@ DEFAULT_PLANES = ("memfd", "zmq")
 MAPPED_PLANES = frozenset({"attach", "memfd", "cuda_ipc"})
 POOL_FD_PLANES = frozenset({"attach", "memfd"})  # the pool's descriptor is handed over
 SENT_PLANES = frozenset({"nccl", "zmq"})  # prefill sends frames as far as credit allows
+FAULT_PLANE = "fault"  # of tests: wraps whichever of the others is agreed; never negotiated

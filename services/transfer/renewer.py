@@ -16,6 +16,7 @@ from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
+from services.transfer.fault_plane import open_dealer
 from services.transfer.loop import Inbox
 from services.transfer.wire import Message, MessageType, WireError
 from services.transfer.zmq_plane import RENEW, CurveKeys, DealerLink, Poller, SinkContext
@@ -148,7 +149,7 @@ class LeaseRenewer:
         if watch.link is not None and watch.link.broken() is None:
             return watch.link
         self._close(watch)
-        watch.link = DealerLink(
+        watch.link = open_dealer(
             self._context, watch.target.endpoint, self._base, RENEW, self._config, self._keys
         )
         watch.asked.clear()

@@ -468,6 +468,8 @@ class TransferSink:
                 if message is None:
                     return
                 self._check_life(link, message)
+                if link.has_bell_gap(message.header.seq):
+                    self._on_gap(link)
                 self._on_message(link, message)
             except WireError as error:
                 self.counters.bad_frames += 1

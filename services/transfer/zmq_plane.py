@@ -339,7 +339,7 @@ class DealerLink:
         self._socket.connect(endpoint)
 
     @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+    def sockets(self) -> tuple[zmq.Socket[bytes] | int, ...]:
         """What to poll."""
         return (self._socket, self._monitor)
 
@@ -349,13 +349,7 @@ class DealerLink:
         """Send; False when the pipe is full (everything a sink sends is repeated if need be)."""
         self._seq += 1
         header = Header(kind, self._incarnation, xfer_id, attempt, self._seq)
-        head, body = encode(header, body)
-        try:
-            self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self._socket.send(body, zmq.NOBLOCK)
-        return True
+        return self._push(*encode(header, body))
 
     def recv(self) -> Message | None:
         """Return the next header and body; payload frames are read by `recv_block`."""
@@ -404,6 +398,14 @@ class DealerLink:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
+
+    def _push(self, head: bytes, body: bytes) -> bool:
+        try:
+            self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._socket.send(body, zmq.NOBLOCK)
+        return True
 
     def _more(self) -> bool:
         return bool(self._socket.getsockopt(zmq.RCVMORE))
