@@ -99,6 +99,7 @@ class ScriptedBackend:
     """services.worker.backend.Backend without a model to load."""
 
     kernel_path = "scripted"
+    device = None
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed

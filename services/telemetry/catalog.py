@@ -185,8 +185,9 @@ TRANSFER_REJECTS = Counter(
 TRANSFER_FAULTS = Counter(
     "isthmus_transfer_faults_total",
     "events",
-    "Faults on KV connections that were repaired or dropped: resent_block (send), gap and "
-    "discarded_frame (receive), bad_frame (both), muted_frame and incompatible (send).",
+    "Faults on KV connections that were repaired or dropped: resent_block (send), gap, "
+    "discarded_frame and plane_fallback (receive), bad_frame (both), muted_frame and "
+    "incompatible (send).",
     ("side", "kind"),
 )
 LEASE_RENEWALS = Counter(

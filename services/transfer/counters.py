@@ -43,6 +43,7 @@ class SinkCounters:
     integrity_errors: int = 0
     bad_frames: int = 0
     gaps: int = 0
+    plane_fallbacks: int = 0  # connections that went on over a lesser plane than was agreed
     discarded_frames: int = 0
 
     def note_released(self, code: str) -> None:

@@ -12,6 +12,7 @@ from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.runtime.fault_points import FaultPoints
 from services.transfer.config import TransferConfig, ordered_planes
+from services.transfer.device import Device
 from services.transfer.handshake import LocalEnd, host_id
 
 
@@ -27,6 +28,7 @@ class EndParts:
     config: TransferConfig
     faults: FaultPoints = field(default_factory=FaultPoints)
     bases: PoolBases | None = None  # None = the engine cannot read a peer's pool in place
+    device: Device | None = None  # None: plain memory, and nothing of torch is loaded
 
     @property
     def layout(self) -> KvLayout:
@@ -44,6 +46,8 @@ class EndParts:
             layout=self.layout,
             planes=ordered_planes(self.config),
             wire_dtype=self.config.wire_dtype,
+            device="cpu" if self.device is None else self.device.kind,
+            group_backend="" if self.device is None else self.device.group_backend,
         )
 
 

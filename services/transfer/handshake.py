@@ -181,7 +181,10 @@ def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
             continue
         if _is_possible(plane, end, detail):
             return plane
-    raise Incompatible("planes", ",".join(end.planes), ",".join(sorted(theirs)) or "none")
+    # One both allow may still need the same device, the same host, or something to build groups.
+    ours = f"{','.join(end.planes)} ({end.device}, groups: {end.group_backend or 'none'})"
+    other = f"{','.join(sorted(theirs)) or 'none'} ({clip(detail.device)}, groups: "
+    raise Incompatible("planes", ours, f"{other}{clip(detail.group_backend) or 'none'})")
 
 
 def _is_possible(plane: str, end: LocalEnd, detail: pb.PeerDetail) -> bool:

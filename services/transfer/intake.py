@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -22,6 +23,7 @@ from services.transfer.receive_table import ReceiveTable
 from services.transfer.receiver import Pull, ReceiverAction, ReceiverState
 from services.transfer.values import U64Array
 from services.transfer.wire import Message, MessageType
+from services.transfer.zmq_plane import Block
 
 log = get_logger(__name__)
 
@@ -32,6 +34,18 @@ _PULLED_A_MESSAGE = 256
 _PULLED_AFTER_S = 0.0  # at the end of a turn: memory may be short at the peer
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
+
+
+class Frames(Protocol):
+    """Payload that has come, one frame after the other."""
+
+    def recv_block(self, block: Block) -> bool:
+        """Write the next frame into a block; False if it has another length."""
+        ...
+
+    def skip_block(self) -> None:
+        """Leave the next frame out."""
+        ...
 
 
 class Intake:
@@ -79,20 +93,25 @@ class Intake:
 
     def on_data(self, link: PeerLink, receive: Receive, message: Message) -> None:
         """Take the blocks of a DATA message off the socket."""
+        self.on_frames(link, receive, link.dealer, message.body, message.header.n_payload)
+
+    def on_frames(
+        self, link: PeerLink, receive: Receive, frames: Frames, data: bytes, num_frames: int
+    ) -> None:
+        """Take frames, wherever they have come to; `data` says what they are."""
         machine = receive.machine
-        n_payload = message.header.n_payload
-        indexes = codec.data_indexes(message.body, n_payload, machine.num_blocks)
-        digests = self._frame_digests(receive, message)
-        machine.account(n_payload)
+        indexes = codec.data_indexes(data, num_frames, machine.num_blocks)
+        digests = self._frame_digests(receive, data, num_frames)
+        machine.account(num_frames)
         link.last_data = self._clock.now()
         for at, index in enumerate(indexes):
             dest = machine.dest_of(index)
             if dest is None:
                 # Late, duplicate, or the transfer is over: never into a block of the pool.
-                link.dealer.skip_block()
+                frames.skip_block()
                 self._counters.discarded_frames += 1
                 continue
-            recv, conversion = link.dealer.recv_block, receive.conversion
+            recv, conversion = frames.recv_block, receive.conversion
             if conversion is None:
                 wrong = self._writer.receive(machine, index, dest, recv)
             else:
@@ -106,13 +125,12 @@ class Intake:
         if machine.credit_wanted():
             self._hungry[receive] = None
 
-    def _frame_digests(self, receive: Receive, message: Message) -> U64Array | None:
+    def _frame_digests(self, receive: Receive, data: bytes, num_frames: int) -> U64Array | None:
         """Return the digests a DATA message brings of its frames, if their dtype is converted."""
         conversion = receive.conversion
         if conversion is None or not conversion.has_wire_digests:
             return None
-        count = conversion.wire.digests_per_block
-        return codec.data_digests(message.body, message.header.n_payload, count)
+        return codec.data_digests(data, num_frames, conversion.wire.digests_per_block)
 
     def pull_some(self) -> None:
         """Copy for a slice of time; receives take turns."""

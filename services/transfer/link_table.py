@@ -39,6 +39,10 @@ class LinkOwner(Protocol):
         """Tell whether anything is received from this peer."""
         ...
 
+    def on_link_closed(self, link: PeerLink) -> None:
+        """A connection is closed, for whatever reason; nothing of it is in use any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LinkParts:
@@ -99,7 +103,7 @@ class LinkTable:
             self._remove(link)
             self._fail_waiting(link, link.failure.code, link.failure.message)
         elif link.state is LinkState.UP and link.target in self._waiting:
-            self._publish_planes()
+            self.publish_planes()
             self._watch(link)
             for receive in self._waiting.pop(link.target):
                 self._connected(receive, link)
@@ -137,6 +141,7 @@ class LinkTable:
     def close(self) -> None:
         """Close every connection."""
         for link in self._links.values():
+            self._owner.on_link_closed(link)
             link.close()
         self._links.clear()
 
@@ -156,8 +161,9 @@ class LinkTable:
     def _remove(self, link: PeerLink) -> None:
         del self._links[link.target]
         self._parts.timers.discard(link)
+        self._owner.on_link_closed(link)
         link.close()
-        self._publish_planes()
+        self.publish_planes()
 
     def _drop_idle(self) -> None:
         """Keep the number of connections bounded; one in use is never closed."""
@@ -167,7 +173,8 @@ class LinkTable:
             if not self._owner.is_in_use(target):
                 self._remove(link)
 
-    def _publish_planes(self) -> None:
+    def publish_planes(self) -> None:
+        """Take note of the planes in use, for `planes`."""
         planes = {
             link.target.worker_id: link.plane
             for link in self._links.values()

@@ -23,7 +23,7 @@ from services.transfer.handshake import (
 )
 from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
-from services.transfer.planes import POOL_FD_PLANES
+from services.transfer.planes import POOL_FD_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
@@ -65,6 +65,7 @@ class PeerLink:
         self.target = target
         self.state = LinkState.GREETING
         self.plane = ""
+        self.agreed_plane = ""  # the best one of this connection; `plane` is the one in use
         self.pool: KvPoolMemory | None = None
         self.layout: KvLayout = end.layout  # of the peer's pool, known once the link is up
         self.failure: LinkFailure | None = None
@@ -179,7 +180,7 @@ class PeerLink:
             return
         welcome = read_welcome(self._end, message.body)
         self._welcome = welcome
-        self.layout = welcome.layout
+        self.layout, self.agreed_plane = welcome.layout, welcome.plane
         if welcome.plane not in POOL_FD_PLANES:
             self._up(welcome.plane)
             return
@@ -208,7 +209,9 @@ class PeerLink:
             peer_layout=str(self.layout),
             converts=not self.layout.is_same(self._end.layout),
             wire_dtype=wire_layout(
-                self.layout, self._end.layout, self._end.wire_dtype if plane == "zmq" else AS_STORED
+                self.layout,
+                self._end.layout,
+                self._end.wire_dtype if plane in SENT_PLANES else AS_STORED,
             ).kv_dtype,
         )
 

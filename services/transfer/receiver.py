@@ -265,10 +265,10 @@ class ReceiverTransfer:
         return [self._open(now)]
 
     def on_connect_failed(self, code: str, message: str) -> list[ReceiverAction]:
-        """Give up: there is no connection to abort over."""
+        """Give up; without a connection there is nothing to abort over."""
         if self.state is not ReceiverState.CONNECTING:
             return []
-        self._peer_gone = True
+        self._peer_gone = not self._is_open_there
         return self._fail(code, message, True)
 
     def reserve(

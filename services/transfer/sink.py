@@ -40,8 +40,9 @@ from services.transfer.receive import OpenRequest, Receive, target_of
 from services.transfer.receive_table import ReceiveTable
 from services.transfer.receiver import ReceiverAction, ReceiverPolicy, ReceiverTransfer
 from services.transfer.renewer import LeaseRenewer, Target
+from services.transfer.sink_groups import JoinTimer, SinkGroups, SinkParts
 from services.transfer.ticket import Ticket, TicketError, read_unverified
-from services.transfer.wire import Message, MessageType, WireError
+from services.transfer.wire import GROUP_MESSAGES, Message, MessageType, WireError
 from services.transfer.zmq_plane import (
     Poller,
     check_host,
@@ -55,6 +56,7 @@ log = get_logger(__name__)
 
 _MESSAGES_A_TURN = 32
 _IDLE_WAIT_S = 0.5
+_GROUPS_STOP_S = 1.0
 _LEASED = (
     receiver.ReceiverState.WAITING_BLOCKS,
     receiver.ReceiverState.PULLING,
@@ -104,6 +106,10 @@ class TransferSink:
         end = self._attachments.end_of(parts.local_end())
         link_parts = LinkParts(self._context, end, config, keys, self._poller, self._timers, clock)
         self._links = LinkTable(link_parts, self)
+        shared = SinkParts(
+            self.counters, self._receives, self._inbox, self._timers, self._intake, self._apply
+        )
+        self._groups = SinkGroups(parts, shared, self)
         self._renewer = LeaseRenewer(
             self._context, base, clock, config, keys, self._on_heard, self._on_renewed
         )
@@ -351,6 +357,7 @@ class TransferSink:
 
     def _shut_down(self) -> None:
         self._receives.forget_all()
+        self._groups.close(_GROUPS_STOP_S)
         self._links.close()
         for command in self._inbox.close():
             self._guarded(command)
@@ -369,6 +376,8 @@ class TransferSink:
                 self._apply(item, item.machine.on_time(now, link_progress_at))
             elif isinstance(item, PeerLink):
                 self._links.check(item, now)
+            elif isinstance(item, JoinTimer):
+                self._groups.on_due(item.link)
 
     def _on_heard(self, target: Target, now: float) -> None:
         """Note a sign of life (called on the renew thread)."""
@@ -399,6 +408,14 @@ class TransferSink:
             why = "the ticket and the prefill worker name different layers or heads"
             self.on_connect_failed(receive, "incompatible", why)
             return
+        if link.agreed_plane == "nccl" and not self._groups.enter(receive):
+            return
+        self.on_plane_settled(receive)
+
+    def on_plane_settled(self, receive: Receive) -> None:
+        """The connection of a receive is up, and so is the plane it says."""
+        link = receive.link
+        assert link is not None
         wire_dtype = self._config.wire_dtype if receive.plane in SENT_PLANES else AS_STORED
         wire = wire_layout(link.layout, self._layout, wire_dtype)
         form = form_of(receive.ticket.kv_dtype, wire.kv_dtype, self._layout.kv_dtype)
@@ -422,6 +439,14 @@ class TransferSink:
         now = self._clock.now()
         for receive in self._receives.of_peer(target):
             self._apply(receive, receive.machine.on_peer_lost(is_dead, now))
+
+    def on_link_closed(self, link: PeerLink) -> None:
+        """A connection is closed."""
+        self._groups.on_link_closed(link)
+
+    def on_plane_changed(self, link: PeerLink) -> None:
+        """The plane of a connection is another one now."""
+        self._links.publish_planes()
 
     def is_in_use(self, target: Target) -> bool:
         """Tell whether anything is received from this peer."""
@@ -497,6 +522,9 @@ class TransferSink:
     def _on_message(self, link: PeerLink, message: Message) -> None:
         header = message.header
         receive = self._receives.by_wire(link.target, (header.xfer_id, header.attempt))
+        if header.type in GROUP_MESSAGES:
+            self._groups.handle(link, message, receive)
+            return
         if receive is None:
             self.counters.discarded_frames += link.dealer.discard_rest()
             if header.type is MessageType.ABORT:
@@ -566,6 +594,7 @@ class TransferSink:
     def _end_key(self, receive: Receive) -> None:
         self._receives.end_key(receive)
         self._intake.drop(receive)
+        self._groups.drop(receive)
 
     def _refuse(
         self,

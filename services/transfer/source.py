@@ -36,14 +36,16 @@ from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.peer_table import Mutes, PeerTable
 from services.transfer.planes import POOL_FD_PLANES, SENT_PLANES
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
+from services.transfer.source_groups import FramesOut, SourceGroups
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
-from services.transfer.values import FinalBlocks, Peer, RejectCode
-from services.transfer.wire import Message, MessageType, WireError, decode
+from services.transfer.values import FinalBlocks, OpenArgs, Peer, RejectCode
+from services.transfer.wire import GROUP_MESSAGES, Message, MessageType, WireError, decode
 from services.transfer.zmq_plane import (
     PeerGone,
     Poller,
     RouterPort,
     check_host,
+    is_loopback,
     load_curve_keys,
     parse_route,
     worker_id_of,
@@ -53,6 +55,7 @@ log = get_logger(__name__)
 
 _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
+_GROUPS_STOP_S = 1.0
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
 _POINT_AFTER: dict[type[SenderAction], str] = {
     sender.SendOpened: "after_open",
@@ -95,6 +98,11 @@ class TransferSource:
         self._pump = DataPump(config.max_data_in_flight)
         self._pool_server: PoolServer | None = None
         self._end = replace(parts.local_end(), num_blocks=parts.memory.num_blocks)
+        if not (is_loopback(listen.host) or config.allow_plaintext_kv):
+            self._end = replace(self._end, group_backend="")  # groups are not encrypted
+        self._groups = SourceGroups(
+            parts, listen.host, self._inbox, self._send, self._has_open_on_group
+        )
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
         self._stop_deadline: float | None = None
@@ -366,6 +374,7 @@ class TransferSource:
     def _shut_down(self) -> None:
         if self._pool_server is not None:
             self._pool_server.close()
+        self._groups.close(_GROUPS_STOP_S)
         self._router.close()
         # Closing the context has ended every send, so what still waits can be given back now.
         self._land_flights()
@@ -414,6 +423,9 @@ class TransferSource:
         owner = offered.machine.owner if offered is not None else None
         if offered is None or owner is None:
             return False
+        is_grouped = offered.machine.plane == "nccl"
+        if is_grouped and not self._groups.can_send(owner.base):
+            return self._groups.has_group(owner.base)
         if not self._router.can_send_data(owner.route):
             return True
         out = offered.machine.take_data()
@@ -432,6 +444,11 @@ class TransferSource:
             return
         blocks, digests = offered.frames(out)
         body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail, digests)
+        if machine.plane == "nccl":
+            self._groups.send(out.peer, FramesOut(machine.xfer_id, out.attempt, blocks, body))
+            self._apply(offered, machine.on_data_left(self._clock.now()))  # a copy is under way
+            self._faults.hit("mid_data")
+            return
         try:
             sent = self._router.send_data(out.peer, machine.xfer_id, out.attempt, body, blocks)
         except BlockingIOError:
@@ -513,6 +530,9 @@ class TransferSource:
             self._on_renew(peer, message)
         elif header.type is MessageType.OPEN:
             self._on_open(peer, message)
+        elif header.type in GROUP_MESSAGES:
+            info = self._peers.get(peer.base)
+            self._groups.handle(peer, message, info.plane if info is not None else "")
         else:
             self._on_session_message(peer, message)
 
@@ -569,6 +589,8 @@ class TransferSource:
             detail = "plane was not agreed"
             self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
             return
+        if args.plane == "nccl" and not self._has_group_for(peer, args):
+            return
         actions = offered.machine.on_open(peer, args, self._clock.now())
         if args.plane == "attach" and (
             self._is_asking_back or self._num_attached() > self._max_attached
@@ -579,6 +601,23 @@ class TransferSource:
 
     def _num_attached(self) -> int:
         return sum(offered.machine.num_attached for offered in self._offers.open())
+
+    def _has_group_for(self, peer: Peer, args: OpenArgs) -> bool:
+        """Tell whether an OPEN can be served by this peer's group; if not, it is told so."""
+        frame_bytes = (args.wire or self._layout).block_bytes
+        why = self._groups.problem(peer, frame_bytes)
+        if why is not None:
+            log.info("transfer.group_missing", peer=worker_id_of(peer.base), reason=why)
+            self._groups.tell_gone(peer)
+        return why is None
+
+    def _has_open_on_group(self, base: bytes) -> bool:
+        return any(
+            offered.machine.plane == "nccl"
+            and offered.machine.owner is not None
+            and offered.machine.owner.base == base
+            for offered in self._offers.open()
+        )
 
     def _find_offer(
         self, peer: Peer, xfer_id: int, request: pb.Open
@@ -629,6 +668,7 @@ class TransferSource:
     def _peer_lost(self, base: bytes) -> None:
         if not base:
             return
+        self._groups.on_peer_lost(base)
         now = self._clock.now()
         for offered in self._offers.open():
             self._apply(offered, offered.machine.on_peer_lost(base, now))

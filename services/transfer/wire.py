@@ -56,6 +56,8 @@ class MessageType(IntEnum):
     GROUP_GO = 45
 
 
+GROUP_MESSAGES = frozenset(kind for kind in MessageType if kind.name.startswith("GROUP_"))
+
 _SMALL = 8 * KIB
 _MAX_BODY: dict[MessageType, int] = {
     MessageType.OPEN: MIB,  # a ticket with its hashes

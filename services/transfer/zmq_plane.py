@@ -89,6 +89,14 @@ def check_host(host: str, config: TransferConfig) -> None:
     )
 
 
+def is_loopback(host: str) -> bool:
+    """Tell whether what is sent to this address stays on this host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Split "tcp://host:port"; raise ValueError on anything else."""
     scheme, sep, rest = endpoint.partition("://")

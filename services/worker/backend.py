@@ -15,6 +15,7 @@ from services.common.model_manifest import ModelManifest
 from services.engine.loop import Executor
 from services.engine.residency import BlockContent
 from services.kv.memory import KvPoolMemory
+from services.transfer.device import Device
 
 
 class Backend(Protocol):
@@ -23,6 +24,11 @@ class Backend(Protocol):
     @property
     def kernel_path(self) -> str:
         """Which implementation computes, for status and logs."""
+        ...
+
+    @property
+    def device(self) -> Device | None:
+        """What the transfer layer may ask of the device; None if the pool is plain memory."""
         ...
 
     def attach(

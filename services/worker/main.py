@@ -43,6 +43,7 @@ from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
 from services.telemetry.tracing import Tracing, setup_tracing
 from services.transfer.config import TransferConfig
+from services.transfer.device import Device
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
@@ -218,7 +219,7 @@ class _Worker:
             self._clock,
             lambda plan, result: count_step(metrics, plan, result),
         )
-        source, sink = self._transfer_ends(memory, identity, worker_id, incarnation)
+        source, sink = self._transfer_ends(memory, identity, worker_id, incarnation, backend.device)
         shell = WorkerShell(
             WorkerIdentity(worker_id, incarnation, manifest, identity.fingerprint),
             engine,
@@ -277,7 +278,12 @@ class _Worker:
         )
 
     def _transfer_ends(
-        self, memory: KvPoolMemory, identity: KvIdentity, worker_id: WorkerId, incarnation: int
+        self,
+        memory: KvPoolMemory,
+        identity: KvIdentity,
+        worker_id: WorkerId,
+        incarnation: int,
+        device: Device | None,
     ) -> tuple[TransferSource, TransferSink]:
         settings = self._config.transfer
         config = TransferConfig(
@@ -296,7 +302,7 @@ class _Worker:
         # A pool on a device cannot be read beside a peer's on the host.
         bases = PoolBases() if self._config.worker.device == "cpu" else None
         parts = EndParts(
-            memory, identity, worker_id, incarnation, self._clock, config, faults, bases
+            memory, identity, worker_id, incarnation, self._clock, config, faults, bases, device
         )
         listen = ListenAt(
             self._config.worker.bind_host,

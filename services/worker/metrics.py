@@ -85,6 +85,7 @@ def transfer_faults(source: SourceCounters, sink: SinkCounters) -> tuple[Total, 
         fault("send", "incompatible", lambda: source.incompatible),
         fault("receive", "bad_frame", lambda: sink.bad_frames),
         fault("receive", "gap", lambda: sink.gaps),
+        fault("receive", "plane_fallback", lambda: sink.plane_fallbacks),
         fault("receive", "discarded_frame", lambda: sink.discarded_frames),
     )
 

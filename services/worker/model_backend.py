@@ -17,6 +17,7 @@ from services.kv.memory import KvPoolMemory
 from services.models.base import Model
 from services.models.load import load_model
 from services.runtime.threads import available_cores
+from services.worker.torch_groups import TorchDevice
 
 
 def load_model_backend(config: IsthmusConfig, model_dir: Path) -> ModelBackend:
@@ -36,6 +37,7 @@ class ModelBackend:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.kernel_path = dispatch.describe(model.device)
+        self.device = TorchDevice(model.device)
 
     def attach(
         self, memory: KvPoolMemory, manifest: ModelManifest

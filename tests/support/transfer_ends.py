@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
@@ -18,6 +20,7 @@ from services.kv.attached import PoolBases
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
+from services.runtime.fault_points import FaultPoints
 from services.transfer.api import (
     FinalInfo,
     FirstTokenInfo,
@@ -29,10 +32,12 @@ from services.transfer.api import (
     SourceReleased,
 )
 from services.transfer.config import KIB, MIB, TransferConfig
+from services.transfer.device import Device
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.shards import ShardedSink
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
+from services.worker.torch_groups import TorchDevice
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=32, kv_dtype="float32")
 IDENTITY = KvIdentity(
@@ -219,6 +224,11 @@ class DecodeEnd:
 _next_incarnation = iter(range(1_000, 1_000_000))
 
 
+def device_for(config: TransferConfig) -> Device | None:
+    """Return what the planes of a configuration need: groups on gloo for nccl."""
+    return TorchDevice(torch.device("cpu")) if "nccl" in config.planes else None
+
+
 def make_prefill(
     runtime_dir: Path,
     config: TransferConfig = CALM,
@@ -227,10 +237,15 @@ def make_prefill(
     identity: KvIdentity = IDENTITY,
     worker_id: str = "prefill-0",
     advertise: str | None = None,
+    device: Device | None = None,
 ) -> PrefillEnd:
     """Start a source on loopback."""
     memory = KvPoolMemory.create(layout, num_blocks)
-    parts = EndParts(memory, identity, worker_id, next(_next_incarnation), SystemClock(), config)
+    incarnation = next(_next_incarnation)
+    device, faults = device or device_for(config), FaultPoints.from_environ(os.environ)
+    parts = EndParts(
+        memory, identity, worker_id, incarnation, SystemClock(), config, faults, device=device
+    )
     source = TransferSource(parts, ListenAt("127.0.0.1", runtime_dir, advertise))
     events = Events()
     source.start(events)
@@ -245,11 +260,15 @@ def make_decode(
     identity: KvIdentity = IDENTITY,
     worker_id: str = "decode-0",
     bases: PoolBases | None = None,
+    device: Device | None = None,
 ) -> DecodeEnd:
     """Start a sink."""
     memory = KvPoolMemory.create(layout, num_blocks)
     incarnation = next(_next_incarnation)
-    parts = EndParts(memory, identity, worker_id, incarnation, SystemClock(), config, bases=bases)
+    device, faults = device or device_for(config), FaultPoints()
+    parts = EndParts(
+        memory, identity, worker_id, incarnation, SystemClock(), config, faults, bases, device
+    )
     sink = TransferSink(parts)
     shards = ShardedSink(sink)
     events = Events()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.ids import BlockId
+from services.runtime.fault_points import VARIABLE
 from services.transfer.api import Offer
 from tests.support.transfer_ends import (
     BRISK,
@@ -32,7 +33,9 @@ from tests.support.transfer_ends import (
 class EndProcess:
     """The parent's handle."""
 
-    def __init__(self, role: str, times: str, plane: str, runtime_dir: Path) -> None:
+    def __init__(
+        self, role: str, times: str, plane: str, runtime_dir: Path, fault: str = ""
+    ) -> None:
         root = Path(__file__).parents[2]
         arguments = [role, times, plane, str(runtime_dir)]
         self._process = subprocess.Popen(
@@ -40,6 +43,7 @@ class EndProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=root,
+            env={**os.environ, VARIABLE: fault},
             text=True,
         )
         self.pid = self._process.pid
@@ -47,10 +51,18 @@ class EndProcess:
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Send a command and return its answer."""
+        self.tell(command, **arguments)
+        return self.read()
+
+    def tell(self, command: str, **arguments: Any) -> None:
+        """Send a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self._process.stdin.flush()
-        return self.read()
+
+    def wait_for_end(self) -> None:
+        """Wait until the process has ended by itself."""
+        self._process.wait(15)
 
     def read(self) -> dict[str, Any]:
         """Return the next answer."""
@@ -119,7 +131,7 @@ def _answer(end: PrefillEnd | DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Serve commands until the input ends."""
     role, times, plane, runtime_dir = sys.argv[1:]
-    config = with_planes({"calm": CALM, "brisk": BRISK}[times], plane)
+    config = with_planes({"calm": CALM, "brisk": BRISK}[times], *plane.split(","))
     end: PrefillEnd | DecodeEnd
     end = make_prefill(Path(runtime_dir), config) if role == "prefill" else make_decode(config)
     print(json.dumps({"ready": True}), flush=True)

@@ -38,7 +38,7 @@ from tests.support.transfer_ends import (
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(params=["memfd", "zmq"])
+@pytest.fixture(params=["memfd", "nccl", "zmq"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
     return with_planes(CALM, request.param)
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 Spawn = Callable[[str, str], EndProcess]  # role, times
 
 
-@pytest.fixture(params=["memfd", "zmq"])
+@pytest.fixture(params=["memfd", "nccl", "zmq"])
 def plane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

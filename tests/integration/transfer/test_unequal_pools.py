@@ -38,7 +38,7 @@ from tests.support.transfer_ends import (
 pytestmark = pytest.mark.integration
 
 MODEL = replace(LAYOUT, num_layers=6, num_kv_heads=4, head_dim=8)
-PLANES = ("memfd", "zmq")
+PLANES = ("memfd", "nccl", "zmq")
 
 
 def numbers(num_tokens: int, seed: int = 3) -> np.ndarray:

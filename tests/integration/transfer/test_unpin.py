@@ -38,7 +38,7 @@ def _reuse(prefill: PrefillEnd, event: SourceUnpinned) -> None:
         prefill.write_block(block)
 
 
-@pytest.mark.parametrize("plane", ["memfd", "zmq"])
+@pytest.mark.parametrize("plane", ["memfd", "nccl", "zmq"])
 def test_pulled_blocks_are_reused_while_the_rest_crosses(plane: str, tmp_path: Path) -> None:
     config = with_planes(CALM, plane)
     prefill, decode = make_prefill(tmp_path, config), make_decode(config)
