@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,13 @@ SCALE_BYTES = 2  # float16, one per (layer, K or V, head, token) of an int8 bloc
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 KV_DTYPES = tuple(_DTYPE_BYTES)
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_groups(total: int, first: int, end: int) -> tuple[tuple[int, int], ...]:
+    groups = min(DIGEST_LAYER_GROUPS, total)
+    grid = ((g * total // groups, (g + 1) * total // groups) for g in range(groups))
+    return tuple((max(lo, first), min(hi, end)) for lo, hi in grid if lo < end and hi > first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +100,7 @@ class KvLayout:
 
         The grid is the model's, so shards that are cut elsewhere still share its lines.
         """
-        total, (first, end) = self.total_layers, self.layers
-        groups = min(DIGEST_LAYER_GROUPS, total)
-        grid = ((g * total // groups, (g + 1) * total // groups) for g in range(groups))
-        return tuple((max(lo, first), min(hi, end)) for lo, hi in grid if lo < end and hi > first)
+        return _layer_groups(self.total_layers, *self.layers)
 
     @property
     def digests_per_block(self) -> int:

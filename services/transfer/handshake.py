@@ -101,7 +101,7 @@ def hello_body(end: LocalEnd) -> bytes:
         proto_max=PROTO_MAX,
         incarnation=end.incarnation,
         worker_id=end.worker_id,
-        detail=_detail(end).SerializeToString(),
+        detail=_detail(end),
     ).SerializeToString()
 
 
@@ -129,7 +129,7 @@ def answer_hello(end: LocalEnd, body: bytes) -> HelloAnswer:
         return _refused(hello, MessageType.INCOMPATIBLE, refusal, str(error))
     welcome = pb.WelcomePeer(
         proto=min(PROTO_MAX, hello.proto_max),
-        detail=_detail(end).SerializeToString(),
+        detail=_detail(end),
         plane=plane_number(plane),
         nonce=end.nonce,
         num_blocks=end.num_blocks,
@@ -265,8 +265,8 @@ def _parse_layout(message: pb.KvLayout) -> KvLayout:
     return layout
 
 
-def _detail(end: LocalEnd) -> pb.PeerDetail:
-    return pb.PeerDetail(
+def _detail(end: LocalEnd) -> bytes:
+    detail = pb.PeerDetail(
         host_id=end.host_id,
         uid=end.uid,
         kv_identity_fp=end.identity.fingerprint,
@@ -278,6 +278,8 @@ def _detail(end: LocalEnd) -> pb.PeerDetail:
         device=end.device,
         group_backend=end.group_backend,
     )
+    # The map of fields in one order: equal ends say HELLO in equal bytes, in every process.
+    return detail.SerializeToString(deterministic=True)
 
 
 def _parse_detail(body: bytes) -> pb.PeerDetail:
