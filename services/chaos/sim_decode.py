@@ -1,39 +1,40 @@
-"""A decode worker of the transfer simulator: real pool, real receiver machines and digests."""
+"""A decode worker of the transfer simulator: real pool, real receiver machines, writer, codec."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from services.chaos.sim_network import Link, Network
-from services.chaos.sim_prefill import LEASE_S, PrefillWorker, Request
-from services.chaos.sim_world import LAYOUT, Violation, Worker, World, reference, valid_rows
+from services.chaos.sim_forgery import local_end
+from services.chaos.sim_network import Frames, Link, Network, Target
+from services.chaos.sim_prefill import LEASE_S, PrefillWorker, Prompt, Request
+from services.chaos.sim_world import PLAIN, Bytes, Violation, Worker, World, reference, valid_rows
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
-from services.kv.digest import block_digests, tail_digest
+from services.kv.memory import KvPoolMemory
+from services.pb import transfer_pb2 as pb
+from services.transfer import codec
 from services.transfer import receiver as rx
-from services.transfer import sender as tx
+from services.transfer.block_writer import BlockWriter
+from services.transfer.conversion import Conversion
 from services.transfer.credit import CreditRound
-from services.transfer.receiver import Pull, ReceiverState, ReceiverTransfer
-from services.transfer.values import FinalArgs, Peer, ReadyArgs
+from services.transfer.handshake import Incompatible, hello_body, read_incompatible, read_welcome
+from services.transfer.pairing import AS_STORED, mismatch, wire_layout
+from services.transfer.placement import Placement
+from services.transfer.receive import OpenRequest
+from services.transfer.receive import Receive as WireReceive
+from services.transfer.receiver import ReceiverState, ReceiverTransfer
+from services.transfer.ticket import read_unverified
+from services.transfer.values import Peer
+from services.transfer.wire import Message, MessageType, WireError, decode
 
-_BLOCK = LAYOUT.block_bytes
+_BLOCK_SIZE = PLAIN.block_size
 MAX_TRANSFER_S = 60.0
-POLICY = rx.ReceiverPolicy(
-    block_bytes=_BLOCK,
-    block_size=LAYOUT.block_size,
-    connect_timeout_s=4.0,
-    open_timeout_s=2.0,
-    max_wait_s=10.0,
-    max_transfer_s=MAX_TRANSFER_S,
-    stall_timeout_s=2.0,
-    max_nacks=2,
-    window_s=2.0,
-)
+_HELLO_TIMEOUT_S = 2.0
 _RENEW_S = LEASE_S / 3
 _PEER_TIMEOUT_S = 5.0
 _PULLS_A_STEP = 3
@@ -41,38 +42,31 @@ _OPENED = (ReceiverState.WAITING_BLOCKS, ReceiverState.PULLING)
 # A process can be frozen while its deadline passes; it acts when it wakes.
 END_SLACK_S = 5.0
 
-Target = tuple[str, int]
+
+@dataclass(frozen=True, slots=True)
+class Ticketed:
+    """A ticket and where it came from."""
+
+    request: Request
+    prefill: PrefillWorker
+    incarnation: int
+    xfer_id: int
+    signed: bytes
 
 
 @dataclass(eq=False, slots=True)
-class Receive:
-    """One open: its session and the blocks it may write."""
+class Group:
+    """One prompt's KV on its way here: from one prefill worker, or from the shards of one."""
 
-    request: Request
-    signed: bytes
-    xfer_id: int
-    attempt: int
-    prefill: PrefillWorker
-    incarnation: int  # of the prefill worker that issued the ticket
-    machine: ReceiverTransfer
+    prompt: Prompt
     had: tuple[BlockId, ...]
-    started_at: float
+    lanes: list[Receive] = field(default_factory=list)
     fresh: tuple[BlockId, ...] = ()  # lent: full blocks, then the tail
-    link: Link | None = None
-    armed_at: float = float("inf")
-    is_ended: bool = False
-    is_pulling: bool = False
-    wants_connection: bool = False
-
-    @property
-    def target(self) -> Target:
-        """The life of the worker that has its KV."""
-        return self.prefill.name, self.incarnation
-
-    @property
-    def wire_id(self) -> tuple[Target, int, int]:
-        """What messages call it."""
-        return self.target, self.xfer_id, self.attempt
+    num_ready: int = 0
+    num_ended: int = 0
+    retry_s: float = 0.1  # while there is no memory
+    failure: str = ""
+    can_recompute: bool = True
 
     @property
     def blocks(self) -> list[BlockId]:
@@ -80,46 +74,110 @@ class Receive:
         return [*self.had, *self.fresh]
 
 
+@dataclass(eq=False, slots=True)
+class Receive:
+    """One open: its session and the blocks it may write."""
+
+    group: Group
+    ticket: Ticketed
+    attempt: int
+    wire: WireReceive
+    started_at: float
+    link: Link | None = None
+    armed_at: float = float("inf")
+    is_ended: bool = False
+    is_pulling: bool = False
+    wants_connection: bool = False
+
+    @property
+    def machine(self) -> ReceiverTransfer:
+        """Its session."""
+        return self.wire.machine
+
+    @property
+    def target(self) -> Target:
+        """The life of the worker that has its KV."""
+        return self.ticket.prefill.name, self.ticket.incarnation
+
+    @property
+    def wire_id(self) -> tuple[Target, int, int]:
+        """What messages call it."""
+        return self.target, self.ticket.xfer_id, self.attempt
+
+
 class DecodeListener(Protocol):
     """Who sends tickets here."""
 
     def on_received(self, request: Request) -> None:
-        """The KV is there."""
+        """One receive is over, one way or the other."""
         ...
 
-    def on_receive_failed(self, receive: Receive, code: str, can_recompute: bool) -> None:
-        """It will not come."""
+    def on_group_failed(self, group: Group) -> None:
+        """The KV of a prompt will not come."""
         ...
+
+
+class _BusyPool:
+    """A mapped pool whose owner goes to work between the look at a generation and the copy."""
+
+    def __init__(self, memory: KvPoolMemory, work: Callable[[], None]) -> None:
+        self._memory = memory
+        self._work = work
+        self.num_blocks = memory.num_blocks
+        self.gens = memory.gens
+
+    @property
+    def blocks(self) -> Bytes:
+        """The blocks, a moment after they were looked at."""
+        self._work()
+        return self._memory.blocks
 
 
 class DecodeWorker(Worker):
     """Pulls blocks into its pool, verifies them, and uses them."""
 
-    def __init__(
-        self, world: World, name: str, num_blocks: int, network: Network, router: DecodeListener
-    ) -> None:
+    def __init__(self, world: World, index: int, network: Network, router: DecodeListener) -> None:
         self._network = network
         self._router = router
         self._num_links = 0
-        super().__init__(world, name, num_blocks)
+        self._host = f"host {index % 2}"
+        layout = world.shape.decode[index]
+        self._policy = rx.ReceiverPolicy(
+            block_bytes=layout.block_bytes,
+            block_size=_BLOCK_SIZE,
+            connect_timeout_s=4.0,
+            open_timeout_s=2.0,
+            max_wait_s=10.0,
+            max_transfer_s=MAX_TRANSFER_S,
+            stall_timeout_s=2.0,
+            max_nacks=2,
+            window_s=2.0,
+        )
+        super().__init__(world, f"d{index}", 36 + index, layout)
 
     def boot(self) -> None:
         """Begin a life without receives."""
         super().boot()
         self.receives: dict[tuple[Target, int, int], Receive] = {}
         self.links: dict[Target, Link] = {}
-        self._dialing: set[Target] = set()
         self._hungry: OrderedDict[Receive, None] = OrderedDict()
-        self._lent: dict[BlockId, Receive] = {}  # who may write a block
+        self._lent: dict[BlockId, Group] = {}  # who may write a block
         self._is_renewing = False
         self._may_grant = False  # something happened since credit was last granted
+        self._writer = BlockWriter(self.memory, self.layout, self.world.shape.digest_sampling)
+        self._local = local_end(
+            self.name,
+            self.incarnation,
+            host=self._host,
+            layout=self.layout,
+            planes=("memfd", "zmq"),
+        )
 
     def crash(self) -> None:
         """Take every receive along."""
         for receive in self.receives.values():
             if not receive.is_ended:
-                receive.is_ended = True
-                self.world.at(0.0, self._router.on_receive_failed, receive, "died", True)
+                self._end_lane(receive, "died", can_recompute=True)
         super().crash()
 
     def check(self) -> None:
@@ -137,95 +195,105 @@ class DecodeWorker(Worker):
 
     # ---- the engine ---------------------------------------------------------------------------
 
-    def open(
-        self, request: Request, ticket: tuple[PrefillWorker, int, int, bytes], attempt: int
-    ) -> None:
-        """Take a ticket; blocks are lent when there are some."""
-        receive = self._make_receive(request, ticket, attempt)
-        if receive.wire_id in self.receives:
-            receive.is_ended = True
-            self._router.on_receive_failed(receive, "duplicate", False)
+    def open(self, prompt: Prompt, tickets: Sequence[Ticketed], attempt: int) -> None:
+        """Take the tickets of a prompt; blocks are lent when there are some."""
+        had = self.pool.cache.match(prompt.family.hashes[: prompt.num_blocks])
+        group = Group(prompt, had)
+        group.lanes = [self._make_receive(group, ticket, attempt) for ticket in tickets]
+        if any(lane.wire_id in self.receives for lane in group.lanes):
+            for lane in group.lanes:
+                lane.is_ended = True
+                self._router.on_received(lane.ticket.request)
             return
-        self.hold(receive.had)
-        self.receives[receive.wire_id] = receive
-        self.at(MAX_TRANSFER_S + END_SLACK_S, self._check_ended, receive)
-        self._apply(receive, receive.machine.start())
+        self.hold(had)
+        for lane in group.lanes:
+            self.receives[lane.wire_id] = lane
+            self.at(MAX_TRANSFER_S + END_SLACK_S, self._check_ended, lane)
+        for lane in group.lanes:
+            if not lane.is_ended:
+                self._apply(lane, lane.machine.start())
         rng = self.world.rng
         is_late = rng.random() < self.world.odds.decode_wait
-        self.at(rng.uniform(0.1, 4.0) if is_late else rng.random() * 0.003, self._lend, receive)
-        self.world.note(self.name, f"open {request.number} attempt {receive.attempt}")
+        self.at(rng.uniform(0.1, 4.0) if is_late else rng.random() * 0.003, self._lend, group)
+        self.world.note(self.name, f"open {prompt.number} attempt {attempt}")
 
-    def _make_receive(
-        self, request: Request, ticket: tuple[PrefillWorker, int, int, bytes], attempt: int
-    ) -> Receive:
+    def _make_receive(self, group: Group, ticket: Ticketed, attempt: int) -> Receive:
         """Look what the prefix cache has, as a work item arrives."""
-        prefill, incarnation, xfer_id, signed = ticket
-        had = self.pool.cache.match(request.family.hashes[: request.num_blocks])
-        have = [i < len(had) for i in range(request.num_blocks)]
-        now = self.world.now
-        machine = ReceiverTransfer(request.num_tokens, have, POLICY, now)
-        return Receive(request, signed, xfer_id, attempt, prefill, incarnation, machine, had, now)
+        prompt, now = group.prompt, self.world.now
+        have = tuple(i < len(group.had) for i in range(prompt.num_blocks))
+        machine = ReceiverTransfer(prompt.num_tokens, have, self._policy, now)
+        wire = WireReceive(
+            OpenRequest(f"{prompt.number}", ticket.signed, attempt, have, ""),
+            read_unverified(ticket.signed),
+            machine,
+            Placement(prompt.num_tokens, _BLOCK_SIZE, _BLOCK_SIZE, have),
+        )
+        return Receive(group, ticket, attempt, wire, now)
 
-    def cancel(self, request: Request) -> None:
+    def overlaps(self, prefill: PrefillWorker) -> bool:
+        """Whether that worker's blocks hold anything of ours."""
+        return mismatch(prefill.layout, self.layout) is None
+
+    def cancel(self, prompt: Prompt) -> None:
         """The client left."""
         for receive in list(self.receives.values()):
-            if receive.request is request:
+            if receive.group.prompt is prompt:
                 self._apply(receive, receive.machine.cancel("client left", self.world.now))
 
     def _check_ended(self, receive: Receive) -> None:
         if not receive.is_ended:
             raise Violation(f"{self.name}: a receive outlived its deadline")
 
-    def _lend(self, receive: Receive) -> None:
-        if receive.is_ended:
+    def _lend(self, group: Group) -> None:
+        if group.failure or group.num_ended == len(group.lanes):
             return
-        request = receive.request
-        num_full = request.num_blocks - len(receive.had)
-        has_tail = request.tail_valid > 0
+        prompt = group.prompt
+        num_full = prompt.num_blocks - len(group.had)
+        has_tail = prompt.tail_valid > 0
         try:
-            after = receive.had[-1] if receive.had else None
-            receive.fresh = self.allocate(num_full + has_tail, after)
+            group.fresh = self.allocate(num_full + has_tail, group.had[-1] if group.had else None)
         except BlocksExhausted:
-            self.at(0.1, self._lend, receive)
+            self.at(group.retry_s, self._lend, group)
+            group.retry_s = min(2.0 * group.retry_s, 1.0)
             return
-        for block in receive.fresh:
-            self._lent[block] = receive
-        full: list[BlockId | None] = [None] * len(receive.had)
-        full += receive.fresh[:num_full]
-        tail = receive.fresh[-1] if has_tail else None
-        self._apply(receive, receive.machine.reserve(full, tail, self.world.now))
+        for block in group.fresh:
+            self._lent[block] = group
+        full: list[BlockId | None] = [None] * len(group.had)
+        full += group.fresh[:num_full]
+        tail = group.fresh[-1] if has_tail else None
+        for lane in list(group.lanes):
+            if not lane.is_ended:
+                lane.wire.placement.bind(full, tail)
+                self._apply(lane, lane.machine.reserve(full, tail, self.world.now))
 
-    def _use(self, receive: Receive) -> None:
+    def _use(self, group: Group) -> None:
         """Put the blocks into the prefix cache, decode for a while, give them back."""
-        self._check_content(receive)
-        request = receive.request
-        hashes, blocks = request.family.hashes, receive.blocks
-        for index in range(len(receive.had), request.num_blocks):
+        self._check_content(group)
+        hashes, blocks = group.prompt.family.hashes, group.blocks
+        for index in range(len(group.had), group.prompt.num_blocks):
             parent = hashes[index - 1] if index else None
             blocks[index] = self.seal(blocks[index], hashes[index], parent)
         self.at(self.world.rng.random() * 0.03, self.drop, blocks)
 
-    def _check_content(self, receive: Receive) -> None:
-        request = receive.request
-        blocks = receive.blocks
-        if len(blocks) != request.num_blocks + (request.tail_valid > 0):
+    def _check_content(self, group: Group) -> None:
+        prompt, blocks = group.prompt, group.blocks
+        if len(blocks) != prompt.num_blocks + (prompt.tail_valid > 0):
             raise Violation(f"{self.name}: delivered without all of its blocks")
-        for index in range(request.num_blocks):
-            if self.memory.blocks[blocks[index]].tobytes() != reference(
-                request.family.hashes[index]
-            ):
+        for index in range(prompt.num_blocks):
+            expected = reference(prompt.name_of(index), self.turns)
+            if self.memory.blocks[blocks[index]].tobytes() != expected:
                 raise Violation(f"{self.name}: block {index} accepted with wrong content")
-        if request.tail_valid:
-            name = request.family.tail_name(request.num_tokens)
-            expected = np.frombuffer(reference(name), np.uint8)
-            row, valid = self.memory.blocks[blocks[-1]], request.tail_valid
-            if valid_rows(row, valid) != valid_rows(expected, valid):
+        if prompt.tail_valid:
+            name = prompt.name_of(prompt.num_blocks)
+            tail = np.frombuffer(reference(name, self.turns), np.uint8)
+            row, valid = self.memory.blocks[blocks[-1]], prompt.tail_valid
+            if valid_rows(row, valid) != valid_rows(tail, valid):
                 raise Violation(f"{self.name}: a tail was accepted with wrong content")
 
     # ---- actions ------------------------------------------------------------------------------
 
     def _apply(self, receive: Receive, actions: list[rx.ReceiverAction]) -> None:
-        machine = receive.machine
+        machine = receive.wire.machine
         self._may_grant = True
         for action in actions:
             if isinstance(action, rx.Deliver):
@@ -239,7 +307,7 @@ class DecodeWorker(Worker):
             elif isinstance(action, rx.WorkReady):
                 self._queue(receive)
             else:
-                self._send(receive, action)
+                self._say(receive, *receive.wire.message(action))
         machine.check_integrity()
         if machine.state in _OPENED and not self._is_renewing:
             self._is_renewing = True
@@ -247,47 +315,82 @@ class DecodeWorker(Worker):
         if machine.state is not ReceiverState.RELEASED:
             self._arm(receive)
 
+    def _say(self, receive: Receive, kind: MessageType, body: bytes) -> None:
+        link = receive.link
+        if link is not None and link.is_up:  # else: all of it is repeated or covered by the lease
+            self._network.to_prefill(link, kind, body, receive.ticket.xfer_id, receive.attempt)
+
     def _end(self, receive: Receive, how: str) -> None:
         if receive.is_ended:
             raise Violation(f"{self.name}: a receive ended twice")
         receive.is_ended = True
-        self.world.note(self.name, f"request {receive.request.number} {how}")
+        group = receive.group
+        group.num_ended += 1
+        self.world.note(self.name, f"request {group.prompt.number} {how}")
         self.world.stats[f"sink {how}"] += 1
         self._hungry.pop(receive, None)
-        for block in receive.fresh:
-            del self._lent[block]
+        if group.num_ended == len(group.lanes):
+            for block in group.fresh:
+                del self._lent[block]
+        self.world.at(0.0, self._router.on_received, receive.ticket.request)
 
     def _deliver(self, receive: Receive, action: rx.Deliver) -> None:
         self._end(receive, "ready")
-        if action.final.first[0].token_id != receive.request.first_token:
+        group = receive.group
+        group.num_ready += 1
+        if action.final.first[0].token_id != group.prompt.number:
             raise Violation(f"{self.name}: the first token is another request's")
-        self._check_content(receive)
-        # The engine takes over a little later: until then nothing may write either.
-        self.at(self.world.rng.random() * 0.005, self._use, receive)
-        self._router.on_received(receive.request)
+        if group.num_ready == len(group.lanes):
+            self._check_content(group)
+            self.world.stats["prompts ready"] += 1
+            # The engine takes over a little later: until then nothing may write either.
+            self.at(self.world.rng.random() * 0.005, self._use, group)
+        elif group.num_ended == len(group.lanes):
+            self._give_up(group)
 
     def _fail(self, receive: Receive, action: rx.Fail) -> None:
         self._end(receive, f"failed {action.code}")
         if self.world.now >= receive.started_at + MAX_TRANSFER_S:
             raise Violation(f"{self.name}: nothing but its last limit ended a receive: a hang")
-        self.at(self.world.rng.random() * 0.005, self.drop, receive.blocks)
-        self._router.on_receive_failed(receive, action.code, action.can_recompute)
+        self._note_failure(receive.group, action.code, action.can_recompute)
+        if receive.group.num_ended == len(receive.group.lanes):
+            self._give_up(receive.group)
+        else:
+            # No shard's KV is of use without the others'.
+            self.at(0.0, self._cancel_lanes, receive.group)
+
+    def _note_failure(self, group: Group, code: str, can_recompute: bool) -> None:
+        group.failure = group.failure or code
+        group.can_recompute = group.can_recompute and can_recompute
+
+    def _cancel_lanes(self, group: Group) -> None:
+        for lane in group.lanes:
+            if not lane.is_ended:
+                self._apply(lane, lane.machine.cancel("another shard failed", self.world.now))
+
+    def _give_up(self, group: Group) -> None:
+        self.at(self.world.rng.random() * 0.005, self.drop, group.blocks)
+        self.world.at(0.0, self._router.on_group_failed, group)
+
+    def _end_lane(self, receive: Receive, code: str, *, can_recompute: bool) -> None:
+        """End a receive with its process: nobody is left to give blocks back to."""
+        receive.is_ended = True
+        group = receive.group
+        group.num_ended += 1
+        self.world.at(0.0, self._router.on_received, receive.ticket.request)
+        self._note_failure(group, code, can_recompute)
+        if group.num_ended == len(group.lanes):
+            self.world.at(0.0, self._router.on_group_failed, group)
 
     def _queue(self, receive: Receive) -> None:
         machine = receive.machine
         if machine.has_pulls() and not receive.is_pulling:
             receive.is_pulling = True
-            self.at(0.0001, self._pull, receive)
+            is_slow = self.world.happens(self.world.odds.slow_reader)
+            delay_s = self.world.rng.uniform(0.5, 6.0) if is_slow else 0.0001
+            self.at(delay_s, self._pull, receive)
         if machine.credit_wanted():
             self._hungry[receive] = None
-
-    def _send(self, receive: Receive, action: rx.ReceiverAction) -> None:
-        link = receive.link
-        if link is None or not link.is_up:
-            return  # all of it is repeated or covered by the lease
-        deliver = receive.prefill.on_message
-        signed = receive.signed if isinstance(action, rx.SendOpen) else b""
-        self._network.to_prefill(link, deliver, action, receive.xfer_id, receive.attempt, signed)
 
     # ---- connections --------------------------------------------------------------------------
 
@@ -295,66 +398,125 @@ class DecodeWorker(Worker):
         target = receive.target
         receive.wants_connection = True
         link = self.links.get(target)
-        if link is not None:
+        if link is None:
+            self._dial(receive.ticket.prefill, target)
+        elif link.plane:
             self.at(0.0, self._connected, link)
-        elif target not in self._dialing:
-            self._dialing.add(target)
-            self.at(0.001 + self.world.rng.random() * 0.002, self._dialed, receive.prefill, target)
 
-    def _dialed(self, prefill: PrefillWorker, target: Target) -> None:
-        self._dialing.discard(target)
-        network = self._network
-        if network.is_cut(self, prefill) or network.is_cut(prefill, self):
-            return  # no answer: the machines' own deadlines end the wait
-        waiting = [r for r in self._of(target) if r.wants_connection]
-        if prefill.incarnation != target[1]:  # dead, or another life answers HELLO
-            for receive in waiting:
-                receive.wants_connection = False
-                self._apply(
-                    receive, receive.machine.on_connect_failed("handoff_failed", "another life")
-                )
-            return
+    def _dial(self, prefill: PrefillWorker, target: Target) -> None:
+        """Connect to whoever listens there now, and say HELLO."""
         self._num_links += 1
         base = self.name.encode() + b"\0" + self.incarnation.to_bytes(8, "little")
-        peer = Peer(base, base + b"m%d" % self._num_links)
         link = Link(
             decode=self,
             prefill=prefill,
             decode_incarnation=self.incarnation,
-            prefill_incarnation=target[1],
-            peer=peer,
-            plane="memfd" if (self.num_blocks + prefill.num_blocks) % 2 else "zmq",
-            memory=prefill.memory,
-            hears=self.on_message,
-            hears_renewed=self.on_renewed,
+            prefill_incarnation=prefill.incarnation,
+            target=target,
+            peer=Peer(base, base + b"m%d" % self._num_links),
+            hears=self.on_frames,
+            hears_renewed=self.on_renewed_frames,
             last_heard=self.world.now,
+            deadline=self.world.now + _HELLO_TIMEOUT_S,
         )
         self.links[target] = link
-        prefill.links[peer.route] = link
+        if not prefill.is_up:
+            self.at(0.001, self._link_failed, link, "handoff_failed", "nobody listens")
+            return
+        self.at(0.001 + self.world.rng.random() * 0.002, self._greet, link)
+        self.at(_HELLO_TIMEOUT_S, self._link_failed, link, "handoff_failed", "no answer to HELLO")
+
+    def _greet(self, link: Link) -> None:
+        if link.is_up:
+            self._network.to_prefill(link, MessageType.HELLO, hello_body(self._local))
+
+    def _link_failed(self, link: Link, code: str, why: str) -> None:
+        """Drop a connection that did not come up; one that did has nothing to fear from this."""
+        if link.plane or not link.is_up:
+            return
+        link.is_up = False
+        self.world.stats[f"handshakes failed: {why}"] += 1
+        del self.links[link.target]
+        for receive in self._of(link.target):
+            if receive.wants_connection:
+                receive.wants_connection = False
+                self._apply(receive, receive.machine.on_connect_failed(code, why))
+
+    def _on_greeting(self, link: Link, message: Message) -> None:
+        kind = message.header.type
+        try:
+            if kind is MessageType.WELCOME:
+                self._on_welcome(link, message)
+            elif kind is MessageType.INCOMPATIBLE:
+                raise read_incompatible(message.body)
+            elif kind is MessageType.REJECT:
+                self._link_failed(link, "incompatible", "refused")
+        except Incompatible:
+            self._link_failed(link, "incompatible", "incompatible")
+
+    def _on_welcome(self, link: Link, message: Message) -> None:
+        if message.header.incarnation != link.target[1]:
+            self._link_failed(link, "handoff_failed", "another life")
+            return
+        welcome = read_welcome(self._local, message.body)
+        prefill = link.prefill
+        link.layout = welcome.layout
+        link.frame = wire_layout(welcome.layout, self.layout, AS_STORED)
+        link.converts = not (
+            welcome.layout.is_same(self.layout) and link.frame.is_same(self.layout)
+        )
+        is_there = prefill.incarnation == message.header.incarnation
+        if welcome.plane == "memfd" and is_there:  # its socket hands over the pool of its life
+            link.plane, link.memory = "memfd", prefill.memory
+        else:
+            link.plane = "zmq"
+        self.world.stats[f"links over {link.plane}"] += 1
         self._connected(link)
 
     def _connected(self, link: Link) -> None:
         if not link.is_up:
             return
-        target = (link.prefill.name, link.prefill_incarnation)
-        for receive in self._of(target):
+        for receive in self._of(link.target):
             if receive.wants_connection:
                 receive.wants_connection = False
-                receive.link = link
-                self._apply(receive, receive.machine.on_connected(link.plane, self.world.now))
+                self._attach(receive, link)
+
+    def _attach(self, receive: Receive, link: Link) -> None:
+        """Give a receive its connection, as the sink does."""
+        assert link.layout is not None, "the link has been welcomed"
+        assert link.frame is not None, "the link has been welcomed"
+        wire = receive.wire
+        receive.link = link
+        wire.plane, wire.pool, wire.conversion = link.plane, link.memory, None
+        if link.converts:
+            wire.conversion = Conversion(self.memory, wire.placement, link.layout, link.frame)
+        size, now = link.frame.block_bytes, self.world.now
+        self._apply(receive, receive.machine.on_connected(link.plane, now, size))
 
     def lose(self, link: Link, *, is_dead: bool) -> None:
         """A connection broke; what was under way on it is gone."""
         if not link.is_up:
             return
+        if not link.plane:
+            self._link_failed(link, "handoff_failed", "broken while greeting")
+            return
         link.is_up = False
         self.world.stats["links lost"] += 1
         self.world.note(self.name, f"lost its link to {link.prefill.name}")
-        target = (link.prefill.name, link.prefill_incarnation)
-        del self.links[target]
-        for receive in self._of(target):
+        del self.links[link.target]
+        for receive in self._of(link.target):
             receive.wants_connection = False
             self._apply(receive, receive.machine.on_peer_lost(is_dead, self.world.now))
+
+    def lose_plane(self, link: Link) -> None:
+        """The mapping is of no use any more; the connection stands."""
+        if not link.is_up or link.plane != "memfd":
+            return
+        self.world.stats["planes lost"] += 1
+        link.plane, link.memory = "zmq", None
+        for receive in self._of(link.target):
+            if receive.link is link:
+                self._apply(receive, receive.machine.on_plane_lost("unmapped", self.world.now))
 
     def _of(self, target: Target) -> list[Receive]:
         return [r for r in self.receives.values() if r.target == target]
@@ -365,156 +527,155 @@ class DecodeWorker(Worker):
         asked: dict[Target, list[int]] = {}
         for receive in self.receives.values():
             if receive.machine.state in _OPENED:
-                asked.setdefault(receive.target, []).append(receive.xfer_id)
+                asked.setdefault(receive.target, []).append(receive.ticket.xfer_id)
         if asked:
             self._is_renewing = True
             self.at(_RENEW_S, self._renew)
         for target, xfer_ids in asked.items():
             link = self.links.get(target)
-            if link is None:
+            if link is None or not link.plane:
                 continue
             if self.world.now - link.last_heard > _PEER_TIMEOUT_S:
                 self.lose(link, is_dead=False)
-            else:
-                self._network.to_prefill(link, link.prefill.on_renew, tuple(sorted(set(xfer_ids))))
+                continue
+            ids = tuple(sorted(set(xfer_ids)))
+            link.asked.append(ids)
+            body = pb.Renew(xfer_ids=ids).SerializeToString()
+            self._network.to_prefill(link, MessageType.RENEW, body)
 
-    def on_renewed(self, link: Link, asked: tuple[int, ...], known: tuple[int, ...]) -> None:
+    def on_renewed_frames(self, link: Link, frames: Frames) -> None:
         """Take what the peer says about our leases."""
+        try:
+            message = decode((frames.head, frames.body))
+            known = codec.parse(pb.Renewed, message.body).xfer_ids
+        except WireError as error:
+            self.world.stats[f"bad frame: {error.reason}"] += 1
+            return
+        if not link.asked or not link.is_up:
+            return
         link.last_heard = self.world.now
-        for receive in self._of((link.prefill.name, link.prefill_incarnation)):
-            if receive.xfer_id in asked and receive.xfer_id not in known:
+        # On a connection of its own answers keep their order; here some are lost, or come twice.
+        asked = set(link.asked.pop(0)).intersection(*link.asked)
+        for receive in self._of(link.target):
+            xfer_id = receive.ticket.xfer_id
+            if xfer_id in asked and xfer_id not in known:
                 self._apply(receive, receive.machine.on_renewed(False, self.world.now))
 
     # ---- messages -----------------------------------------------------------------------------
 
-    def on_message(self, link: Link, seq: int, kind: str, value: Any, *rest: Any) -> None:
-        """Take a message of a prefill worker."""
+    def on_frames(self, link: Link, frames: Frames) -> None:
+        """Take a message off the wire, as the sink's thread does."""
         if not link.is_up:
             return
-        now = self.world.now
-        link.last_heard = now
-        target = (link.prefill.name, link.prefill_incarnation)
-        if link.has_gap(seq):
-            self.world.stats["gaps"] += 1
-            for receive in self._of(target):
-                self._apply(receive, receive.machine.on_gap(now))
-        xfer_id, attempt, *payload = rest
-        found = self.receives.get((target, xfer_id, attempt))
-        if found is None:
-            if kind == "abort":
-                self._network.to_prefill(
-                    link, link.prefill.on_message, rx.SendAborted(), xfer_id, attempt, b""
-                )
-        elif kind == "data":
-            self._on_data(link, found, value, payload[0])
-        else:
-            self._apply(found, self._event(found.machine, kind, value))
+        try:
+            self._handle(link, decode((frames.head, frames.body)), frames.payload)
+        except WireError as error:
+            self.world.stats[f"bad frame: {error.reason}"] += 1
 
-    def _event(self, machine: ReceiverTransfer, kind: str, value: Any) -> list[rx.ReceiverAction]:
-        now = self.world.now
-        if kind == "opened":
-            return machine.on_opened(now)
-        if kind == "ready":
-            return machine.on_ready(cast(ReadyArgs, value), now)
-        if kind == "final":
-            return machine.on_final(cast(FinalArgs, value), now)
-        if kind == "reject":
-            self.world.stats[f"reject {value.code.name}"] += 1
-            return machine.on_reject(value.code, value.retry_after_s, value.detail)
-        if kind == "abort":
-            return machine.on_abort(value)
-        if kind in ("closed", "aborted"):
-            return machine.on_closed()
-        raise TypeError(f"the simulator does not carry {kind}")
+    def _handle(self, link: Link, message: Message, payload: Sequence[bytes]) -> None:
+        header, now = message.header, self.world.now
+        if not link.plane:
+            self._on_greeting(link, message)
+            return
+        if header.incarnation != link.target[1]:
+            raise WireError("incarnation")
+        link.last_heard = now
+        if link.has_gap(header.seq):
+            self.world.stats["gaps"] += 1
+            for receive in self._of(link.target):
+                self._apply(receive, receive.machine.on_gap(now))
+        found = self.receives.get((link.target, header.xfer_id, header.attempt))
+        if found is None:
+            if header.type is MessageType.ABORT:
+                self._network.to_prefill(
+                    link, MessageType.ABORTED, b"", header.xfer_id, header.attempt
+                )
+        elif header.type is MessageType.DATA:
+            self._on_data(link, found, message, payload)
+        else:
+            if header.type is MessageType.REJECT:
+                code, _, _ = codec.reject_args(message.body)
+                self.world.stats[f"reject {code.name}"] += 1
+            self._apply(found, found.wire.event(message, self.layout, now))
 
     # ---- blocks -------------------------------------------------------------------------------
 
     def _check_may_write(self, receive: Receive, block: BlockId) -> None:
-        if self._lent.get(block) is not receive or self.ledger.get(block) != 1:
+        is_lent = self._lent.get(block) is receive.group and self.ledger.get(block) == 1
+        if receive.is_ended or not is_lent:
             raise Violation(f"{self.name}: block {block} is written by who does not hold it")
 
-    def _on_data(self, link: Link, receive: Receive, out: tx.DataOut, payload: list[bytes]) -> None:
-        machine = receive.machine
+    def _on_data(
+        self, link: Link, receive: Receive, message: Message, payload: Sequence[bytes]
+    ) -> None:
+        machine, conversion = receive.machine, receive.wire.conversion
+        indexes = codec.data_indexes(message.body, len(payload), machine.num_blocks)
         machine.account(len(payload))
+        good: list[int] = []
         link.last_data = self.world.now
-        for index, data in zip(out.indexes, payload, strict=True):
+        for index, data in zip(indexes, payload, strict=True):
             dest = machine.dest_of(index)
             if dest is None:
                 continue
             self._check_may_write(receive, dest)
-            size = min(len(data), _BLOCK)
-            self.memory.blocks[dest, :size] = np.frombuffer(data, np.uint8, size)
-            wrong = self._judge(machine, index, dest) if len(data) == _BLOCK else "length"
+            take = _taker(data)
+            if conversion is None:
+                wrong = self._writer.receive(machine, index, dest, take)
+            else:
+                wrong = self._writer.receive_converted(machine, conversion, index, take, None)
             self._on_verdict(receive, index, wrong)
+            if wrong is None:
+                good.append(index)
+        self._say_pulled(receive, good)
         if machine.credit_wanted():
             self._hungry[receive] = None
         self._may_grant = True
 
     def _pull(self, receive: Receive) -> None:
         receive.is_pulling = False
-        machine, link = receive.machine, receive.link
-        if link is None:
+        machine, link, conversion = receive.machine, receive.link, receive.wire.conversion
+        if link is None or link.memory is None or receive.wire.pool is not link.memory:
             return
-        done: list[int] = []
-        for pull in machine.take_pulls(_PULLS_A_STEP):
-            if machine.dest_of(pull.index) is None:
-                return
-            if self._pull_one(receive, link, pull):
-                done.append(pull.index)
-        self._say_pulled(receive, done)
+        pulls = machine.take_pulls(_PULLS_A_STEP)
+        if not pulls:
+            return
+        for pull in pulls:
+            self._check_may_write(receive, pull.dest)
+        pool = self._maybe_busy(link, link.memory)
+        if conversion is None:
+            verdicts = self._writer.pull(machine, pool, pulls)
+        else:
+            verdicts = self._writer.pull_converted(machine, conversion, pool, pulls)
+        good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
+        self._apply(receive, machine.on_good_blocks(good, self.world.now))
+        self.world.stats["blocks moved"] += len(good)
+        for pull, wrong in zip(pulls, verdicts, strict=True):
+            if wrong is not None:
+                self._on_verdict(receive, pull.index, wrong)
+        self._say_pulled(receive, good)
         self._queue(receive)
+
+    def _maybe_busy(self, link: Link, memory: KvPoolMemory) -> KvPoolMemory:
+        if not self.world.happens(self.world.odds.torn):
+            return memory
+        prefill, rng = link.prefill, self.world.rng
+        is_same_life = prefill.incarnation == link.prefill_incarnation
+        if not is_same_life or prefill.frozen_until > self.world.now:
+            return memory
+
+        def work() -> None:
+            self.world.stats["copies with the owner at work"] += 1
+            prefill.press(1 + rng.randrange(12))
+            prefill.check()
+
+        return _BusyPool(memory, work)  # type: ignore[return-value]  # what a puller needs of one
 
     def _say_pulled(self, receive: Receive, indexes: list[int]) -> None:
         """Tell which blocks were verified; not when the transfer ended with them."""
-        link, machine = receive.link, receive.machine
-        if link is None or not link.is_up or machine.state is not ReceiverState.PULLING:
-            return
-        for index in indexes:
-            self._network.to_prefill(
-                link,
-                receive.prefill.on_pulled,
-                receive.xfer_id,
-                receive.attempt,
-                index,
-                index + 1,
-            )
-
-    def _pull_one(self, receive: Receive, link: Link, pull: Pull) -> bool:
-        self._check_may_write(receive, pull.dest)
-        is_torn = self.world.happens(self.world.odds.torn)
-        if self._copy(link, pull, is_torn=is_torn):
-            wrong = self._judge(receive.machine, pull.index, pull.dest)
-        else:
-            wrong = "generation"
-        self._on_verdict(receive, pull.index, wrong)
-        return wrong is None
-
-    def _copy(self, link: Link, pull: Pull, *, is_torn: bool) -> bool:
-        """Copy under the seqlock, in two halves; the owner may work in between."""
-        source, gen = link.memory, pull.gen
-        if gen % 2 or int(source.gens[pull.source_block]) != gen:
-            return False
-        row, dest = source.blocks[pull.source_block], self.memory.blocks[pull.dest]
-        dest[:] = row
-        if is_torn:
-            prefill = link.prefill
-            is_same_life = prefill.incarnation == link.prefill_incarnation
-            if is_same_life and prefill.frozen_until <= self.world.now:
-                self.world.stats["copies with the owner at work"] += 1
-                prefill.press(1 + self.world.rng.randrange(12))
-                prefill.check()
-                dest[_BLOCK // 2 :] = row[_BLOCK // 2 :]
-        return int(source.gens[pull.source_block]) == gen
-
-    def _judge(self, machine: ReceiverTransfer, index: int, dest: BlockId) -> str | None:
-        row, announced = self.memory.blocks[dest], machine.digests_of(index)
-        if index == machine.num_blocks:
-            found = tail_digest(LAYOUT, row, machine.tail_valid)
-            return None if found == int(announced[0]) else "digest"
-        if not (block_digests(LAYOUT, row) == announced).all():
-            return "digest"
-        self.memory.digests[dest] = announced
-        return None
+        if receive.machine.state is ReceiverState.PULLING:
+            for index in indexes:
+                body = pb.Pulled(lo=index, hi=index + 1).SerializeToString()
+                self._say(receive, MessageType.PULLED, body)
 
     def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
         self.world.stats["blocks moved" if wrong is None else f"refused for its {wrong}"] += 1
@@ -526,11 +687,12 @@ class DecodeWorker(Worker):
         for receive in self.receives.values():
             size = used.get(receive.target, 0) + receive.machine.outstanding_bytes
             used[receive.target] = size
+        block_bytes = self.layout.block_bytes
         credit = CreditRound(
-            block_bytes=_BLOCK,
-            window_bytes=4 * _BLOCK,
-            budget_bytes=8 * _BLOCK,
-            chunk_bytes=2 * _BLOCK,
+            block_bytes=block_bytes,
+            window_bytes=4 * block_bytes,
+            budget_bytes=8 * block_bytes,
+            chunk_bytes=2 * block_bytes,
             used=used,
         )
         for receive in list(self._hungry):
@@ -538,7 +700,7 @@ class DecodeWorker(Worker):
             if not wanted:
                 del self._hungry[receive]
                 continue
-            size = credit.grant(receive.target, wanted)
+            size = credit.grant(receive.target, wanted, receive.machine.frame_bytes)
             if size:
                 self._apply(receive, receive.machine.grant(size, self.world.now))
 
@@ -561,3 +723,14 @@ class DecodeWorker(Worker):
             self._apply(receive, receive.machine.on_time(self.world.now, last_data))
         else:
             self._arm(receive)
+
+
+def _taker(data: bytes) -> Callable[[Bytes], bool]:
+    """Return what copies a frame off the socket; False when it has another length."""
+
+    def take(view: Bytes) -> bool:
+        size = min(len(data), len(view))
+        view[:size] = np.frombuffer(data, np.uint8, size)
+        return len(data) == len(view)
+
+    return take

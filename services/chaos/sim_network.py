@@ -1,44 +1,46 @@
-"""The wire of the transfer simulator: drops, doubles, reorders, delays, corrupts and cuts."""
+"""The wire of the transfer simulator: real frames, dropped, doubled, reordered, delayed, damaged.
+
+Every message is encoded and decoded by the code workers use. A damaged one has to be refused by
+the decoder; what passes for a message of a hostile peer is shown to the parsers alone.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
-from services.chaos.sim_world import Worker, World
+from services.chaos.sim_forgery import parse_forged
+from services.chaos.sim_world import Violation, Worker, World
+from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
-from services.transfer import receiver as rx
 from services.transfer.values import Peer
+from services.transfer.wire import Header, MessageType, WireError, decode, encode
 
 _LATENCY_S = 0.0002
 _JITTER_S = 0.001
 MAX_DELAY_S = 0.4
 _LATE_S = 3.0  # a double may come when everything is over
+_DAMAGED_CONTROL = 0.3  # of damaged messages with payload, those damaged before it
+
+Target = tuple[str, int]
+
+
+class Frames(NamedTuple):
+    """One message as sockets carry it."""
+
+    head: bytes
+    body: bytes
+    payload: Sequence[bytes] = ()
 
 
 class PrefillEnd(Worker, ABC):
     """What decode workers can say to a prefill worker."""
 
     @abstractmethod
-    def on_message(
-        self,
-        link: Link,
-        action: rx.ReceiverAction,
-        xfer_id: int,
-        attempt: int,
-        signed: bytes,
-    ) -> None:
-        """Take a message of one transfer; `signed` is the ticket an OPEN carries."""
-
-    @abstractmethod
-    def on_pulled(self, link: Link, xfer_id: int, attempt: int, lo: int, hi: int) -> None:
-        """Note a reader's progress."""
-
-    @abstractmethod
-    def on_renew(self, link: Link, xfer_ids: tuple[int, ...]) -> None:
-        """Renew leases and say which are known."""
+    def on_frames(self, link: Link, frames: Frames) -> None:
+        """Take a message."""
 
     @abstractmethod
     def peer_lost(self, base: bytes) -> None:
@@ -47,27 +49,36 @@ class PrefillEnd(Worker, ABC):
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """One connection: opened by decode, to one life of a prefill worker."""
+    """One connection: opened by decode, to whatever life of a prefill worker answered."""
 
     decode: Worker
     prefill: PrefillEnd
     decode_incarnation: int
     prefill_incarnation: int
+    target: Target  # the life decode wants; not always the one it got
     peer: Peer
-    plane: str
-    memory: KvPoolMemory  # of that life; stays readable when it is over
-    hears: Callable[..., None]  # decode's ear for messages
-    hears_renewed: Callable[..., None]
+    hears: Callable[[Link, Frames], None]  # decode's ear for messages
+    hears_renewed: Callable[[Link, Frames], None]
     last_heard: float
+    deadline: float  # of the handshake
+    plane: str = ""  # set by WELCOME
+    layout: KvLayout | None = None  # of the peer's pool
+    frame: KvLayout | None = None  # what comes of one of its blocks
+    converts: bool = False
+    memory: KvPoolMemory | None = None  # of that life; stays readable when it is over
     last_data: float = 0.0
     is_up: bool = True  # as decode sees it
     next_seq_out: int = 0  # prefill to decode
-    next_seq_in: int = 0
+    next_seq_in: int | None = None
+    asked: list[tuple[int, ...]] = field(default_factory=list)  # RENEW without an answer yet
     clear_at: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
     def has_gap(self, seq: int) -> bool:
         """Note a sequence number; True if one or more before it are missing."""
         expected = self.next_seq_in
+        if expected is None:
+            self.next_seq_in = seq + 1
+            return False
         self.next_seq_in = max(expected, seq + 1)
         return seq > expected
 
@@ -95,43 +106,59 @@ class Network:
         """Tell whether that way is cut."""
         return self._world.now < self._cut_until.get((source.name, target.name), 0.0)
 
-    def to_prefill(self, link: Link, deliver: Callable[..., None], *args: Any) -> None:
-        """Send a control message from decode; prefill drops it if it is another life by then."""
+    def to_prefill(
+        self, link: Link, kind: MessageType, body: bytes, xfer_id: int = 0, attempt: int = 0
+    ) -> None:
+        """Send from decode; a connection leads to one life and ends with it."""
         if link.prefill.incarnation == link.prefill_incarnation:
-            self._send(link, True, None, deliver, args)
+            header = Header(kind, link.decode_incarnation, xfer_id, attempt)
+            self._send(link, True, header, body, (), link.prefill.on_frames)
 
-    def to_decode(self, link: Link, payload: list[bytes] | None, *args: Any) -> None:
-        """Send a message from prefill, with its place in the order of the connection."""
+    def to_decode(
+        self,
+        link: Link,
+        kind: MessageType,
+        body: bytes,
+        xfer_id: int = 0,
+        attempt: int = 0,
+        payload: Sequence[bytes] = (),
+    ) -> None:
+        """Send from prefill, with its place in the order of the connection."""
         seq = link.next_seq_out
         link.next_seq_out += 1
         if link.decode.incarnation == link.decode_incarnation:
-            self._send(link, False, payload, link.hears, (seq, *args))
+            incarnation = link.prefill_incarnation
+            header = Header(kind, incarnation, xfer_id, attempt, seq, len(payload))
+            self._send(link, False, header, body, payload, link.hears)
 
-    def renewed(self, link: Link, asked: tuple[int, ...], known: tuple[int, ...]) -> None:
+    def renewed(self, link: Link, body: bytes) -> None:
         """Answer RENEW on its own connection."""
         if link.decode.incarnation == link.decode_incarnation:
-            self._send(link, False, None, link.hears_renewed, (asked, known))
+            header = Header(MessageType.RENEWED, link.prefill_incarnation)
+            self._send(link, False, header, body, (), link.hears_renewed)
 
     def _send(
         self,
         link: Link,
         is_up: bool,
-        payload: list[bytes] | None,
-        deliver: Callable[..., None],
-        args: tuple[Any, ...],
+        header: Header,
+        body: bytes,
+        payload: Sequence[bytes],
+        deliver: Callable[[Link, Frames], None],
     ) -> None:
         world = self._world
         source, target = (link.decode, link.prefill) if is_up else (link.prefill, link.decode)
         draw = world.rng.random()
-        fate = self._fate(draw, has_payload=payload is not None)
+        fate = self._fate(draw)
         if fate == "drop" or (self._cut_until and self.is_cut(source, target)):
             world.stats["dropped"] += 1
             world.note(source.name, f"lost on the way to {target.name}")
             return
+        frames = Frames(*encode(header, body), payload)
         if fate:
             world.stats[fate] += 1
-        if fate == "corrupt" and payload:
-            payload = _flip(payload, world)
+            if fate == "corrupt":
+                frames = self._damage(header.type, frames)
         latency = _LATENCY_S + draw * 997.0 % 1.0 * _JITTER_S
         arrival = max(world.now + latency, link.clear_at[is_up])
         if fate == "delay":
@@ -140,45 +167,47 @@ class Network:
             arrival = world.now + latency + world.rng.random() * 0.02  # others may overtake it
         else:
             link.clear_at[is_up] = arrival
-        self._arrive(target, arrival - world.now, link, payload, deliver, args)
+        target.at(arrival - world.now, deliver, link, frames)
         if fate == "duplicate":
             late = _LATE_S if world.happens(0.3) else 0.01
             again = arrival - world.now + world.rng.random() * late
-            self._arrive(target, again, link, payload, deliver, args)
+            target.at(again, deliver, link, frames)
 
-    def _fate(self, draw: float, *, has_payload: bool) -> str:
+    def _fate(self, draw: float) -> str:
         if draw >= self._reorder:
             return ""
         if draw < self._drop:
             return "drop"
         if draw < self._corrupt:
-            # The header's checksum covers the body: a damaged control message is no message.
-            return "corrupt" if has_payload else "drop"
+            return "corrupt"
         if draw < self._duplicate:
             return "duplicate"
         return "delay" if draw < self._delay else "reorder"
 
-    def _arrive(
-        self,
-        target: Worker,
-        delay_s: float,
-        link: Link,
-        payload: list[bytes] | None,
-        deliver: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
-        if payload is None:
-            target.at(delay_s, deliver, link, *args)
+    def _damage(self, kind: MessageType, frames: Frames) -> Frames:
+        """Damage one frame: a bit of it, or its length."""
+        world = self._world
+        if frames.payload and not world.happens(_DAMAGED_CONTROL):
+            index = world.rng.randrange(len(frames.payload))
+            payload = list(frames.payload)
+            payload[index] = _spoil(payload[index], world)
+            return frames._replace(payload=payload)
+        if frames.body and world.happens(0.7):
+            damaged = frames._replace(body=_spoil(frames.body, world))
+            world.stats[f"forged: {parse_forged(kind, damaged.body)}"] += 1
         else:
-            target.at(delay_s, deliver, link, *args, payload)
+            damaged = frames._replace(head=_spoil(frames.head, world))
+        try:
+            decode((damaged.head, damaged.body))
+        except WireError:
+            return damaged
+        raise Violation(f"a damaged {kind.name} passes for a message")
 
 
-def _flip(payload: list[bytes], world: World) -> list[bytes]:
-    """Damage one frame: one bit, or its length."""
-    index = world.rng.randrange(len(payload))
-    frame = bytearray(payload[index])
+def _spoil(frame: bytes, world: World) -> bytes:
+    spoilt = bytearray(frame)
     if world.happens(0.2):
-        del frame[-1]
+        del spoilt[-1]
     else:
-        frame[world.rng.randrange(len(frame))] ^= 1 << world.rng.randrange(8)
-    return [*payload[:index], bytes(frame), *payload[index + 1 :]]
+        spoilt[world.rng.randrange(len(spoilt))] ^= 1 << world.rng.randrange(8)
+    return bytes(spoilt)

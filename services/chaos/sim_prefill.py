@@ -8,76 +8,74 @@ from typing import Protocol
 
 import numpy as np
 
-from services.chaos.sim_network import Link, Network, PrefillEnd
-from services.chaos.sim_world import LAYOUT, Family, Violation, World, reference
+from services.chaos.sim_forgery import FINGERPRINT, local_end
+from services.chaos.sim_network import Frames, Link, Network, PrefillEnd
+from services.chaos.sim_world import PLAIN, Family, Violation, World, reference
 from services.common.errors import BlocksExhausted
-from services.common.ids import BlockId
+from services.common.ids import BlockHash, BlockId
 from services.kv.digest import block_digests, tail_digest
-from services.transfer import receiver as rx
+from services.kv.layout import KvLayout
+from services.pb import transfer_pb2 as pb
+from services.transfer import codec
 from services.transfer import sender as tx
 from services.transfer.api import FinalInfo, FirstTokenInfo
+from services.transfer.api import Offer as OfferArgs
+from services.transfer.handshake import answer_hello
+from services.transfer.offered import Offered, SendAction
+from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.sender import SenderState, SenderTransfer
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
-from services.transfer.values import (
-    FinalArgs,
-    FinalBlocks,
-    OpenArgs,
-    Peer,
-    ReadyArgs,
-    RejectCode,
-    U64Array,
-)
+from services.transfer.values import FinalBlocks, Peer, RejectCode
+from services.transfer.wire import Message, MessageType, WireError, decode
 
 LEASE_S = 2.0
 TICKET_TTL_S = 5.0
-POLICY = tx.SenderPolicy(
-    block_bytes=LAYOUT.block_bytes,
-    ticket_ttl_s=TICKET_TTL_S,
-    lease_s=LEASE_S,
-    tombstone_s=5.0,
-    data_message_bytes=2 * LAYOUT.block_bytes,
-    max_nacks=2,
-)
+_BLOCK_SIZE = PLAIN.block_size
 _MAX_FLIGHTS = 3
 _LEASE_SLACK_S = 1.0
 _PREFILL_DEADLINE_S = 10.0
-_IDENTITY = "simulated"
-
-
-_Message = (
-    tx.SendOpened
-    | tx.SendReject
-    | tx.SendReady
-    | tx.SendFinal
-    | tx.SendAbort
-    | tx.SendAborted
-    | tx.SendClosed
-)
+_MAX_RETRY_S = 1.0
+_ENDED = (SenderState.ABORTING, SenderState.CLOSED)
+_ANSWERS = {MessageType.DONE: MessageType.CLOSED, MessageType.ABORT: MessageType.ABORTED}
 
 
 @dataclass(eq=False, slots=True)
-class Request:
-    """One prompt on its way through two pools; one transfer."""
+class Prompt:
+    """What a client asked for; computed by one prefill worker, or by all shards of one."""
 
     number: int
     family: Family
     num_tokens: int
     is_slow: bool
-    first_token: int
+    is_at_once: bool  # lent when all is computed, as a migration lends it
     attempt: int = 0
-    num_receives: int = 0  # now open
     is_cancelled: bool = False
-    outcome: str = ""
+    requests: list[Request] = field(default_factory=list)
 
     @property
     def num_blocks(self) -> int:
         """Full blocks of the prompt."""
-        return self.num_tokens // LAYOUT.block_size
+        return self.num_tokens // _BLOCK_SIZE
 
     @property
     def tail_valid(self) -> int:
         """Tokens of the partial last block."""
-        return self.num_tokens % LAYOUT.block_size
+        return self.num_tokens % _BLOCK_SIZE
+
+    def name_of(self, index: int) -> BlockHash:
+        """Name the content of a block; the tail comes after the full ones."""
+        if index < self.num_blocks:
+            return self.family.hashes[index]
+        return self.family.tail_name(self.num_tokens)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt at one prefill worker; one transfer."""
+
+    prompt: Prompt
+    num_receives: int = 0  # now open
+    outcome: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,10 +83,7 @@ class Offer:
     """What the source keeps of one transfer."""
 
     request: Request
-    xfer_id: int
-    machine: SenderTransfer
-    gens: U64Array
-    digests: U64Array
+    wire: Offered
     touched_at: float
     held: list[BlockId] = field(default_factory=list)
     num_flights: int = 0
@@ -96,16 +91,28 @@ class Offer:
     is_unpinning: bool = False
     outcome: str = ""
 
+    @property
+    def machine(self) -> SenderTransfer:
+        """Its session."""
+        return self.wire.machine
+
+    @property
+    def xfer_id(self) -> int:
+        """What messages call it."""
+        return self.wire.machine.xfer_id
+
 
 @dataclass(eq=False, slots=True)
 class Job:
     """A prompt being computed; the engine holds `table` and `tail` until it is done."""
 
     request: Request
+    prompt: Prompt
     deadline: float
     table: list[BlockId] = field(default_factory=list)
     tail: BlockId | None = None
     offer: Offer | None = None
+    retry_s: float = 0.1  # while there is no memory
     is_over: bool = False
 
 
@@ -124,12 +131,20 @@ class PrefillListener(Protocol):
 class PrefillWorker(PrefillEnd):
     """Computes prompts chunk by chunk and lends their blocks."""
 
-    def __init__(
-        self, world: World, name: str, num_blocks: int, network: Network, router: PrefillListener
-    ) -> None:
+    def __init__(self, world: World, index: int, network: Network, router: PrefillListener) -> None:
         self._network = network
         self._router = router
-        super().__init__(world, name, num_blocks)
+        self._host = f"host {index}"
+        layout = world.shape.prefill[index]
+        self._policy = tx.SenderPolicy(
+            block_bytes=layout.block_bytes,
+            ticket_ttl_s=TICKET_TTL_S,
+            lease_s=LEASE_S,
+            tombstone_s=5.0,
+            data_message_bytes=2 * layout.block_bytes,
+            max_nacks=2,
+        )
+        super().__init__(world, f"p{index}", 40 + index, layout)
 
     def boot(self) -> None:
         """Begin a life with an own key and no transfers."""
@@ -137,7 +152,17 @@ class PrefillWorker(PrefillEnd):
         self._signer = TicketSigner(self.world.rng.randbytes(32))
         self.offers: dict[int, Offer] = {}
         self.links: dict[bytes, Link] = {}
-        self._jobs: dict[int, Job] = {}
+        self._planes: dict[bytes, str] = {}  # agreed with each life of a decode worker
+        self._local = local_end(
+            self.name,
+            self.incarnation,
+            host=self._host,
+            layout=self.layout,
+            planes=("memfd", "zmq"),
+            uds_path=f"/sim/{self.name}",
+            num_blocks=self.num_blocks,
+        )
+        self._jobs: dict[Request, Job] = {}
         self._num_flights: dict[bytes, int] = {}
         self._hungry: OrderedDict[Offer, None] = OrderedDict()
         self._next_xfer = 1
@@ -169,38 +194,39 @@ class PrefillWorker(PrefillEnd):
 
     def start(self, request: Request) -> None:
         """Take a prompt."""
-        job = Job(request, self.world.now + _PREFILL_DEADLINE_S)
-        self._jobs[request.number] = job
+        job = Job(request, request.prompt, self.world.now + _PREFILL_DEADLINE_S)
+        self._jobs[request] = job
         self._match(job)
         self._chunk(job)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, prompt: Prompt) -> None:
         """The client left."""
-        job = self._jobs.get(request.number)
-        if job is not None:
-            self._end_job(job)
-            if job.offer is None:
-                self._router.on_prefill_over(request, "cancelled before its ticket")
+        for request in prompt.requests:
+            job = self._jobs.get(request)
+            if job is not None:
+                self._end_job(job)
+                if job.offer is None:
+                    self._router.on_prefill_over(request, "cancelled before its ticket")
         for offer in self.offers.values():
-            if offer.request is request:
+            if offer.request.prompt is prompt:
                 self._apply(offer, offer.machine.cancel("client left", self.world.now))
 
     def _match(self, job: Job) -> None:
-        matched = self.pool.cache.match(job.request.family.hashes[: job.request.num_blocks])
+        matched = self.pool.cache.match(job.prompt.family.hashes[: job.prompt.num_blocks])
         self.hold(matched)
         job.table = list(matched)
 
     def _chunk(self, job: Job) -> None:
         if job.is_over:
             return
-        rng, request = self.world.rng, job.request
+        rng, prompt = self.world.rng, job.prompt
         if job.offer is not None and job.table and rng.random() < 0.02:
             self._preempt(job)
             return
         lo = len(job.table)
-        hi = min(lo + rng.randrange(1, 4), request.num_blocks)
-        is_last = hi == request.num_blocks
-        needs_tail = is_last and request.tail_valid > 0
+        hi = min(lo + rng.randrange(1, 4), prompt.num_blocks)
+        is_last = hi == prompt.num_blocks
+        needs_tail = is_last and prompt.tail_valid > 0
         try:
             fresh = list(self.allocate(hi - lo + needs_tail, job.table[-1] if job.table else None))
         except BlocksExhausted:
@@ -208,18 +234,20 @@ class PrefillWorker(PrefillEnd):
             return
         job.tail = fresh.pop() if needs_tail else None
         for index, block in enumerate(fresh, lo):
-            job.table.append(self._compute(request, index, block))
-        self._announce(job)
+            job.table.append(self._compute(prompt, index, block))
+        if is_last or not prompt.is_at_once:
+            self._announce(job)
         if is_last:
             self._finish(job)
         else:
-            self.at(rng.uniform(0.1, 1.5) if request.is_slow else rng.random() * 0.01,
+            self.at(rng.uniform(0.1, 1.5) if prompt.is_slow else rng.random() * 0.01,
                     self._chunk, job)  # fmt: skip
 
     def _wait_for_blocks(self, job: Job) -> None:
         self.unpin_all()
         if self.world.now < job.deadline:
-            self.at(0.1, self._chunk, job)
+            self.at(job.retry_s, self._chunk, job)
+            job.retry_s = min(2.0 * job.retry_s, _MAX_RETRY_S)
             return
         self._end_job(job)
         if job.offer is None:
@@ -231,17 +259,20 @@ class PrefillWorker(PrefillEnd):
     def unpin_all(self) -> None:
         """Memory is short: have blocks back as soon as they are pulled."""
         for offer in self.offers.values():
-            is_lent = not offer.outcome and offer.request.number not in self._jobs
+            is_lent = not offer.outcome and offer.request not in self._jobs
             if is_lent and not offer.is_unpinning:
                 offer.is_unpinning = True  # asked once is enough
                 self._apply(offer, offer.machine.unpin())
 
-    def _compute(self, request: Request, index: int, block: BlockId) -> BlockId:
-        name = request.family.hashes[index]
-        row = self.memory.blocks[block]
-        row[:] = np.frombuffer(reference(name), np.uint8)
-        self.memory.digests[block] = block_digests(LAYOUT, row)
-        return self.seal(block, name, request.family.hashes[index - 1] if index else None)
+    def _compute(self, prompt: Prompt, index: int, block: BlockId) -> BlockId:
+        self._write(prompt, index, block)
+        self.memory.digests[block] = block_digests(self.layout, self.memory.blocks[block])
+        hashes = prompt.family.hashes
+        return self.seal(block, hashes[index], hashes[index - 1] if index else None)
+
+    def _write(self, prompt: Prompt, index: int, block: BlockId) -> None:
+        content = reference(prompt.name_of(index), self.turns)
+        self.memory.blocks[block] = np.frombuffer(content, np.uint8)
 
     def _preempt(self, job: Job) -> None:
         """Take the engine's blocks away; those under transfer stay, for the transfer holds them."""
@@ -265,7 +296,7 @@ class PrefillWorker(PrefillEnd):
         if job.offer is None:
             job.offer = self._offer(job.request)
         offer, machine = job.offer, job.offer.machine
-        if machine.state in (SenderState.ABORTING, SenderState.CLOSED):
+        if machine.state in _ENDED:
             return
         lo = len(machine.block_ids)
         fresh = job.table[lo:]
@@ -274,57 +305,67 @@ class PrefillWorker(PrefillEnd):
         self.hold(fresh)
         offer.held += fresh
         index = np.array(fresh, dtype=np.int64)
-        offer.gens[lo : lo + len(fresh)] = self.memory.gens[index]
-        offer.digests[lo : lo + len(fresh)] = self.memory.digests[index]
+        offer.wire.note_sealed(lo, self.memory.gens[index], self.memory.digests[index])
         self._apply(offer, machine.on_sealed(lo, fresh))
 
     def _finish(self, job: Job) -> None:
-        request, offer = job.request, job.offer
+        prompt, offer, tail = job.prompt, job.offer, job.tail
         assert offer is not None, "an offer is made with the first chunk"
         gen = digest = 0
-        if job.tail is not None:
-            row = self.memory.blocks[job.tail]
-            name = request.family.tail_name(request.num_tokens)
-            row[:] = np.frombuffer(reference(name), np.uint8)
-            self.pool.freeze(job.tail)
-            gen = self.pool.gen(job.tail)
-            digest = tail_digest(LAYOUT, row, request.tail_valid)
-        if offer.machine.state not in (SenderState.ABORTING, SenderState.CLOSED):
-            if job.tail is not None:
-                self.hold([job.tail])
-                offer.held.append(job.tail)
-            info = FinalInfo(
-                (FirstTokenInfo(0, request.first_token),),
-                request.num_tokens,
-                job.tail,
-                request.tail_valid,
-                1,
-            )
+        if tail is not None:
+            self._write(prompt, prompt.num_blocks, tail)
+            self.pool.freeze(tail)
+            gen = self.pool.gen(tail)
+            digest = tail_digest(self.layout, self.memory.blocks[tail], prompt.tail_valid)
+        if offer.machine.state not in _ENDED:
+            if tail is not None:
+                self.hold([tail])
+                offer.held.append(tail)
+            first = (FirstTokenInfo(0, prompt.number),)
+            info = FinalInfo(first, prompt.num_tokens, tail, prompt.tail_valid, 1)
             final = FinalBlocks(info, gen, digest)
             self._apply(offer, offer.machine.on_prefill_finished(final))
+        if tail is not None and self.world.happens(self.world.odds.goes_on):
+            self._go_on(tail, prompt.tail_valid)
         self._end_job(job)
+
+    def _go_on(self, tail: BlockId, num_rows: int) -> None:
+        """Decode here too: the next rows go into a copy, for the frozen tail is on its way."""
+        if not self.pool.num_available:
+            return
+        self.world.stats["went on beside a transfer"] += 1
+        block = self._copy_on_write(tail)
+        rows = self.memory.blocks[block].reshape(len(self.turns), _BLOCK_SIZE, -1)
+        rows[:, num_rows:] = 0xEE
+        self.at(self.world.rng.random() * 0.1, self.drop, (block,))
+
+    def _copy_on_write(self, tail: BlockId) -> BlockId:
+        (copy,) = self.allocate(1)
+        self.memory.blocks[copy] = self.memory.blocks[tail]
+        return copy
 
     def _stop_job(self, offer: Offer) -> None:
         """Compute no further for a transfer that is over."""
-        job = self._jobs.get(offer.request.number)
+        job = self._jobs.get(offer.request)
         if job is not None:
             self._end_job(job)
 
     def _end_job(self, job: Job) -> None:
         job.is_over = True
-        del self._jobs[job.request.number]
+        del self._jobs[job.request]
         self.drop(job.table if job.tail is None else [*job.table, job.tail])
 
     # ---- the source ---------------------------------------------------------------------------
 
     def _offer(self, request: Request) -> Offer:
-        xfer_id, now = self._next_xfer, self.world.now
+        xfer_id, now, prompt = self._next_xfer, self.world.now, request.prompt
         self._next_xfer += 1
-        has_tail = request.tail_valid > 0
-        machine = SenderTransfer(xfer_id, request.num_blocks, has_tail, POLICY, now)
-        gens = np.zeros(request.num_blocks, np.uint64)
-        digests = np.zeros((request.num_blocks, LAYOUT.digests_per_block), np.uint64)
-        offer = Offer(request, xfer_id, machine, gens, digests, now)
+        hashes = prompt.family.hashes[: prompt.num_blocks]
+        args = OfferArgs(f"{prompt.number}", f"{prompt.number}", prompt.num_tokens, hashes, "")
+        machine = SenderTransfer(
+            xfer_id, prompt.num_blocks, prompt.tail_valid > 0, self._policy, now
+        )
+        offer = Offer(request, Offered.make(args, machine, self.memory), now)
         self.offers[xfer_id] = offer
         ticket = Ticket(
             xfer_id=xfer_id,
@@ -332,12 +373,12 @@ class PrefillWorker(PrefillEnd):
             zmq_endpoint=f"sim://{self.name}",
             uds_path="",
             incarnation=self.incarnation,
-            kv_identity_fp=_IDENTITY,
-            num_tokens=request.num_tokens,
-            block_hashes=request.family.hashes[: request.num_blocks],
+            kv_identity_fp=FINGERPRINT,
+            num_tokens=prompt.num_tokens,
+            block_hashes=hashes,
             tenant="",
             expires_unix_ms=self.world.wall_ms + round(TICKET_TTL_S * 1000),
-            request_id=str(request.number),
+            request_id=str(prompt.number),
         )
         signed = self._signer.issue(ticket)
         self.at(TICKET_TTL_S + _LEASE_SLACK_S, self._check_lease, offer)
@@ -357,86 +398,102 @@ class PrefillWorker(PrefillEnd):
             )
         self.at(due - self.world.now + 1e-6, self._check_lease, offer)
 
-    def on_message(
-        self,
-        link: Link,
-        action: rx.ReceiverAction,
-        xfer_id: int,
-        attempt: int,
-        signed: bytes,
-    ) -> None:
-        """Take a message of a decode worker."""
-        if isinstance(action, rx.SendOpen):
-            self._on_open(link, action, xfer_id, attempt, signed)
-            return
-        offer = self.offers.get(xfer_id)
+    def on_frames(self, link: Link, frames: Frames) -> None:
+        """Take a message off the wire, as the source's thread does."""
+        try:
+            self._handle(link, decode((frames.head, frames.body)))
+        except WireError as error:
+            self.world.stats[f"bad frame: {error.reason}"] += 1
+
+    def _handle(self, link: Link, message: Message) -> None:
+        header, peer = message.header, link.peer
+        if peer.base[-8:] != header.incarnation.to_bytes(8, "little"):
+            raise WireError("incarnation")
+        if header.type is MessageType.HELLO:
+            self._on_hello(link, message)
+        elif header.type is MessageType.RENEW:
+            self._on_renew(link, message)
+        elif header.type is MessageType.OPEN:
+            self._on_open(peer, message)
+        else:
+            self._on_session_message(peer, message)
+
+    def _on_hello(self, link: Link, message: Message) -> None:
+        answer = answer_hello(self._local, message.body)
+        self.links[link.peer.route] = link
+        if answer.plane is not None:
+            self._planes[link.peer.base] = answer.plane
+        self._send(link.peer, answer.type, answer.body)
+
+    def _on_session_message(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        offer = self.offers.get(header.xfer_id)
         if offer is None:
-            if isinstance(action, rx.SendDone | rx.SendAbort):
-                answer = "closed" if isinstance(action, rx.SendDone) else "aborted"
-                self._send(link.peer, answer, None, xfer_id, attempt)
+            answer = _ANSWERS.get(header.type)
+            if answer is not None:
+                self._send(peer, answer, b"", header.xfer_id, header.attempt)
             return
+        if header.type is MessageType.PULLED:
+            offer.touched_at = self.world.now
         machine = offer.machine
         owner = machine.owner
-        is_stale = owner is None or owner.base != link.peer.base or attempt != machine.attempt
+        is_stale = owner is None or owner.base != peer.base or header.attempt != machine.attempt
         before = (machine.state, owner, machine.attempt, machine.num_nacks, offer.outcome)
-        self._apply(offer, self._event(offer, link.peer, action, attempt))
+        self._apply(offer, offer.wire.event(peer, message, self.world.now))
         after = (machine.state, machine.owner, machine.attempt, machine.num_nacks, offer.outcome)
         if is_stale:
             self.world.stats["stale frames"] += 1
             if before != after:
                 raise Violation(f"{self.name}: a frame of another attempt or life had an effect")
 
-    def _event(
-        self, offer: Offer, peer: Peer, action: rx.ReceiverAction, attempt: int
-    ) -> list[tx.SenderAction]:
-        machine, now = offer.machine, self.world.now
-        if isinstance(action, rx.SendCredit):
-            return machine.on_credit(peer, attempt, action.total_bytes)
-        if isinstance(action, rx.SendNack):
-            return machine.on_nack(peer, attempt, action.indexes, action.tail, now)
-        if isinstance(action, rx.SendDone):
-            return machine.on_done(peer, attempt, action.size_bytes, now)
-        if isinstance(action, rx.SendAbort):
-            return machine.on_abort(peer, attempt, action.reason, now)
-        if isinstance(action, rx.SendAborted):
-            return machine.on_aborted(peer, attempt, now)
-        raise TypeError(f"the simulator does not carry {type(action).__name__}")
-
-    def on_pulled(self, link: Link, xfer_id: int, attempt: int, lo: int, hi: int) -> None:
-        """Note a reader's progress."""
-        offer = self.offers.get(xfer_id)
-        if offer is not None:
-            offer.touched_at = self.world.now
-            self._apply(offer, offer.machine.on_pulled(link.peer, attempt, lo, hi, self.world.now))
-
-    def on_renew(self, link: Link, xfer_ids: tuple[int, ...]) -> None:
-        """Renew leases and say which are known."""
+    def _on_renew(self, link: Link, message: Message) -> None:
         now, base = self.world.now, link.peer.base
         known: list[int] = []
-        for xfer_id in xfer_ids:
+        for xfer_id in codec.parse(pb.Renew, message.body).xfer_ids:
             offer = self.offers.get(xfer_id)
             if offer is not None and offer.machine.on_renew(base, now):
                 offer.touched_at = now
                 self._arm(offer)
                 known.append(xfer_id)
-        self._network.renewed(link, xfer_ids, tuple(known))
+        self._network.renewed(link, pb.Renewed(xfer_ids=known).SerializeToString())
 
-    def _on_open(
-        self, link: Link, action: rx.SendOpen, xfer_id: int, attempt: int, signed: bytes
-    ) -> None:
-        offer, refusal = self._find_offer(xfer_id, signed)
+    def _on_open(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        request = codec.parse(pb.Open, message.body)
+        offer, refusal = self._find_offer(peer, header.xfer_id, request.signed_ticket)
         if offer is None:
-            value = tx.SendReject(link.peer, attempt, refusal, 0.0, "no such transfer")
-            self._send(link.peer, "reject", value, xfer_id, attempt)
+            body = codec.reject_body(refusal, 0.0, "no such transfer")
+            self._send(peer, MessageType.REJECT, body, header.xfer_id, header.attempt)
             return
-        offer.touched_at = self.world.now
-        args = OpenArgs(attempt, action.have, link.plane)
-        self._apply(offer, offer.machine.on_open(link.peer, args, self.world.now))
-
-    def _find_offer(self, xfer_id: int, signed: bytes) -> tuple[Offer | None, RejectCode]:
-        if read_unverified(signed).incarnation != self.incarnation:
-            return None, RejectCode.UNKNOWN
+        machine, attempt = offer.machine, offer.machine.attempt
         try:
+            args = codec.open_args(request, machine.num_blocks, self._wire_of(request))
+        except Unservable as error:
+            body = codec.reject_body(RejectCode.LAYOUT, 0.0, str(error))
+            self._send(peer, MessageType.REJECT, body, header.xfer_id, header.attempt)
+            return
+        if args.attempt != header.attempt:
+            raise WireError("attempt")
+        if args.plane != "zmq" and self._planes[peer.base] != args.plane:
+            raise Violation(f"{self.name}: an OPEN names a plane that was not agreed")
+        offer.touched_at = self.world.now
+        self._apply(offer, machine.on_open(peer, args, self.world.now))
+        if machine.attempt < attempt:
+            raise Violation(f"{self.name}: a lower attempt was obeyed")
+
+    def _wire_of(self, request: pb.Open) -> KvLayout | None:
+        layers = (request.layer_lo, request.layer_hi)
+        heads = (request.head_lo, request.head_hi)
+        return requested(self.layout, layers, heads, request.wire_dtype, AS_STORED)
+
+    def _find_offer(
+        self, peer: Peer, xfer_id: int, signed: bytes
+    ) -> tuple[Offer | None, RejectCode]:
+        if peer.base not in self._planes:
+            return None, RejectCode.AUTH
+        try:
+            if read_unverified(signed).incarnation != self.incarnation:
+                return None, RejectCode.UNKNOWN
             ticket = self._signer.verify(signed)
         except TicketError:
             return None, RejectCode.AUTH
@@ -461,9 +518,9 @@ class PrefillWorker(PrefillEnd):
                     self._hungry[offer] = None
             elif isinstance(action, tx.Unpin):
                 self._unpin(offer, frozenset(action.block_ids))
-            elif isinstance(action, _Message):
-                kind, value = self._message(offer, action)
-                self._send(action.peer, kind, value, offer.xfer_id, action.attempt)
+            elif isinstance(action, SendAction):
+                for kind, body in offer.wire.messages(action):
+                    self._send(action.peer, kind, body, offer.xfer_id, action.attempt)
             else:
                 raise TypeError(f"the simulator does not carry {type(action).__name__}")
         offer.machine.check_integrity()
@@ -500,23 +557,14 @@ class PrefillWorker(PrefillEnd):
         # One who shares it may give it back, or build on it: it must stay, and so must its parents.
         return not pool.is_cached(block) or (pool.num_refs(block) == 1 and pool.uncache(block))
 
-    def _message(self, offer: Offer, action: _Message) -> tuple[str, object]:
-        if isinstance(action, tx.SendReady):
-            lo, hi = action.lo, action.hi
-            blocks = np.array(offer.machine.block_ids[lo:hi], np.uint32)
-            return "ready", ReadyArgs(lo, offer.gens[lo:hi], offer.digests[lo:hi], blocks)
-        if isinstance(action, tx.SendFinal):
-            return "final", _final_args(offer)
-        if isinstance(action, tx.SendAbort):
-            return "abort", action.reason
-        return _NAMES[type(action)], action
-
-    def _send(self, peer: Peer, kind: str, value: object, xfer_id: int, attempt: int) -> None:
+    def _send(
+        self, peer: Peer, kind: MessageType, body: bytes, xfer_id: int = 0, attempt: int = 0
+    ) -> None:
         link = self.links[peer.route]
         if not link.is_up:
             self.at(0.0, self.peer_lost, peer.base)  # the socket says that nobody is there
             return
-        self._network.to_decode(link, None, kind, value, xfer_id, attempt)
+        self._network.to_decode(link, kind, body, xfer_id, attempt)
 
     # ---- data, time ---------------------------------------------------------------------------
 
@@ -541,16 +589,21 @@ class PrefillWorker(PrefillEnd):
 
     def _leave(self, offer: Offer, out: tx.DataOut) -> None:
         """The socket has read the blocks: only now is the message independent of the pool."""
-        payload = [self.memory.blocks[block].tobytes() for block in out.block_ids]
-        for index, data in zip(out.indexes, payload, strict=True):
-            if data != _reference(offer.request, index):
+        for index, block in zip(out.indexes, out.block_ids, strict=True):
+            name = offer.request.prompt.name_of(index)
+            if self.memory.blocks[block].tobytes() != reference(name, self.turns):
                 raise Violation(f"{self.name}: a block under transfer was written")
+        frames, digests = offer.wire.frames(out)
+        payload = [frame.tobytes() for frame in frames]
+        body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail, digests)
         offer.num_flights -= 1
         self._num_flights[out.peer.base] -= 1
         link = self.links[out.peer.route]
         self._apply(offer, offer.machine.on_data_left(self.world.now))
         if link.is_up:
-            self._network.to_decode(link, payload, "data", out, offer.xfer_id, out.attempt)
+            self._network.to_decode(
+                link, MessageType.DATA, body, offer.xfer_id, out.attempt, payload
+            )
 
     def _arm(self, offer: Offer) -> None:
         due = offer.machine.next_deadline()
@@ -568,32 +621,3 @@ class PrefillWorker(PrefillEnd):
             self._apply(offer, offer.machine.on_time(self.world.now))
         else:
             self._arm(offer)
-
-
-_NAMES: dict[type, str] = {
-    tx.SendOpened: "opened",
-    tx.SendReject: "reject",
-    tx.SendAborted: "aborted",
-    tx.SendClosed: "closed",
-}
-
-
-def _reference(request: Request, index: int) -> bytes:
-    if index < request.num_blocks:
-        return reference(request.family.hashes[index])
-    return reference(request.family.tail_name(request.num_tokens))
-
-
-def _final_args(offer: Offer) -> FinalArgs:
-    final = offer.machine.final
-    assert final is not None, "FINAL is sent once there is one"
-    return FinalArgs(
-        first=final.info.first,
-        num_tokens=final.info.num_tokens,
-        num_blocks=offer.machine.num_blocks,
-        tail_valid_tokens=final.info.tail_valid_tokens,
-        tail_source_block=final.info.tail_block or 0,
-        tail_gen=final.tail_gen,
-        tail_digest=final.tail_digest,
-        prefill_us=1,
-    )

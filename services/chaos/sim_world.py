@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from services.common.ids import BlockHash, BlockId
 from services.kv.block_pool import BlockPool
+from services.kv.digest import block_digests
 from services.kv.hashing import next_hash
 from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.kv.memory import KvPoolMemory
@@ -22,10 +23,12 @@ from services.kv.memory import KvPoolMemory
 Bytes = npt.NDArray[np.uint8]
 
 # Small blocks of real bytes: content is compared, not presumed.
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, kv_dtype="float16")
-_ROWS = (2, BLOCK_TOKENS, LAYOUT.block_bytes // 2 // BLOCK_TOKENS)
+PLAIN = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, kv_dtype="float16")
+WHOLE = KvLayout(num_layers=2, num_kv_heads=2, head_dim=2, kv_dtype="float16")
 _FULL_CHECK_EVERY = 256  # events of one worker between two looks at every block of its pool
-_REPEATS = LAYOUT.block_bytes // 16
+_NAME_BYTES = 16
+_PLANE_BYTES = BLOCK_TOKENS * PLAIN.head_dim * PLAIN.itemsize  # K or V of one layer and head
+_REPEATS = _PLANE_BYTES // _NAME_BYTES
 
 
 class Violation(Exception):
@@ -52,6 +55,47 @@ class Odds:
     pressure: float = 0.3
     torn: float = 0.05
     decode_wait: float = 0.05
+    at_once: float = 0.05
+    goes_on: float = 0.1
+    unpin: float = 0.02
+    lose_plane: float = 0.005
+    slow_reader: float = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the pools of a run hold, and how much of what is mapped is verified by digests.
+
+    Prefill pools that hold all of a block compute a prompt alone; shards compute it together.
+    """
+
+    prefill: tuple[KvLayout, KvLayout] = (PLAIN, PLAIN)
+    decode: tuple[KvLayout, KvLayout, KvLayout] = (PLAIN, PLAIN, PLAIN)
+    digest_sampling: int = 1  # of blocks read out of a mapped pool; sent ones are all verified
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it takes both prefill pools to make one block."""
+        return not any(layout.is_same(_whole(layout)) for layout in self.prefill)
+
+
+def _whole(layout: KvLayout) -> KvLayout:
+    return layout.part((0, layout.total_layers), (0, layout.total_heads))
+
+
+_NEVER = 1 << 30
+_LAYERS = (WHOLE.part((0, 1), (0, 2)), WHOLE.part((1, 2), (0, 2)))
+_HEADS = (WHOLE.part((0, 2), (0, 1)), WHOLE.part((0, 2), (1, 2)))
+# Mostly whole pools, of which some trust generations alone; then ranges of heads and layers.
+SHAPES: tuple[Shape, ...] = (
+    Shape(),
+    Shape(digest_sampling=_NEVER),
+    Shape(),
+    Shape((WHOLE, WHOLE), (*_HEADS, WHOLE)),
+    Shape(_HEADS, (WHOLE, WHOLE, _LAYERS[1]), digest_sampling=_NEVER),
+    Shape(digest_sampling=3),
+    Shape(_LAYERS, (WHOLE, *_LAYERS)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +120,35 @@ class Family:
         return BlockHash(sha256(b"tail %d %d" % (self.number, num_tokens)).digest()[:16])
 
 
-def reference(name: BlockHash) -> bytes:
-    """Return the one content a block of that hash may have."""
-    return name * _REPEATS
+def turns_of(layout: KvLayout) -> tuple[int, ...]:
+    """Say how the name of a block is turned in each plane it holds: no two planes are alike."""
+    return tuple(
+        (layer * 2 + kind) * layout.total_heads + head
+        for layer in range(*layout.layers)
+        for kind in range(2)  # K, V
+        for head in range(*layout.heads)
+    )
+
+
+def reference(name: BlockHash, turns: tuple[int, ...]) -> bytes:
+    """Return the one content a block of that hash may have in a pool with those planes."""
+    twice = name + name
+    return b"".join(twice[turn : turn + _NAME_BYTES] * _REPEATS for turn in turns)
 
 
 def valid_rows(block: Bytes, valid_tokens: int) -> bytes:
     """Return the rows of a partial block that mean something."""
-    return block.reshape(_ROWS)[:, :valid_tokens].tobytes()
+    row_bytes = _PLANE_BYTES // BLOCK_TOKENS
+    return block.reshape(-1, BLOCK_TOKENS, row_bytes)[:, :valid_tokens].tobytes()
 
 
 class World:
     """The heap of events. Everything that happens is drawn from one generator, in order."""
 
-    def __init__(self, seed: int, odds: Odds, *, record: bool) -> None:
+    def __init__(self, seed: int, odds: Odds, *, record: bool, shape: Shape | None = None) -> None:
         self.rng = random.Random(seed)
         self.odds = odds
+        self.shape = shape or Shape()
         self.now = 1_000.0
         self.wall_ms = 1_700_000_000_000  # steps with its fault; nothing may depend on it
         self.log: list[str] | None = [] if record else None
@@ -141,10 +198,12 @@ class World:
 class Worker:
     """One process: its lives, its pool, and who holds which block of it."""
 
-    def __init__(self, world: World, name: str, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, num_blocks: int, layout: KvLayout) -> None:
         self.world = world
         self.name = name
         self.num_blocks = num_blocks
+        self.layout = layout
+        self.turns = turns_of(layout)
         self.incarnation = 0
         self.is_up = False
         self.frozen_until = 0.0
@@ -154,7 +213,7 @@ class Worker:
         """Begin a life: a new incarnation with an empty pool."""
         self.incarnation = self.world.rng.getrandbits(63) | 1
         self.is_up = True
-        self.memory = KvPoolMemory.create(LAYOUT, self.num_blocks, kind="anonymous")
+        self.memory = KvPoolMemory.create(self.layout, self.num_blocks, kind="anonymous")
         self.pool = BlockPool(self.num_blocks, self.memory.gens)
         self.ledger: dict[BlockId, int] = {}  # references, counted apart from the pool's
         self._under_way: dict[int, Callable[[], None]] = {}
@@ -210,8 +269,11 @@ class Worker:
         self.pool.check_integrity()
         for block_hash in self.pool.cache.hashes():
             block = self.pool.cache.entry(block_hash).block_id
-            if self.memory.blocks[block].tobytes() != reference(block_hash):
+            row = self.memory.blocks[block]
+            if row.tobytes() != reference(block_hash, self.turns):
                 raise Violation(f"{self.name}: cached block {block} is not what its hash says")
+            if not (self.memory.digests[block] == block_digests(self.layout, row)).all():
+                raise Violation(f"{self.name}: digests beside block {block} are not its own")
 
     # ---- blocks -------------------------------------------------------------------------------
 

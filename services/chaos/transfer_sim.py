@@ -1,20 +1,20 @@
 """Deterministic simulator of the transfer protocol: one seed is one run, every run ends at rest.
 
-The state machines, pools, prefix caches, tickets, credit and verdicts are the real ones; only
-sockets, threads and the model are played. After every event the pools are counted, and at rest
-nothing may be held; see `Violation` for what ends a run.
+The state machines, pools, prefix caches, tickets, handshake, codec, credit, conversion and block
+writer are the real ones; only sockets, threads and the model are played. After every event the
+pools are counted, and at rest nothing may be held; see `Violation` for what ends a run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from services.chaos.sim_decode import DecodeWorker, Receive
+from services.chaos.sim_decode import DecodeWorker, Group, Ticketed
 from services.chaos.sim_network import Network
-from services.chaos.sim_prefill import Offer, PrefillWorker, Request
-from services.chaos.sim_world import Family, Odds, Violation, Worker, World
+from services.chaos.sim_prefill import Offer, PrefillWorker, Prompt, Request
+from services.chaos.sim_world import SHAPES, Family, Odds, Violation, Worker, World
 
 TRANSFERS_A_RUN = 100
 _MAX_ATTEMPTS = 3
@@ -29,7 +29,9 @@ PROFILES: tuple[Odds, ...] = (
     replace(_CALM, drop=0.03, corrupt=0.03, duplicate=0.04, delay=0.04, reorder=0.06),
     replace(_CALM, crash=0.03, freeze=0.02, break_link=0.04),
     replace(_CALM, cut=0.06, freeze=0.04, slow_sender=0.2, torn=0.5, decode_wait=0.3, pressure=0.8),
-    replace(_CALM, cancel=0.4, race=0.2, pressure=1.5, decode_wait=0.2, torn=0.3),
+    # Leases run out while their holder reads: only generations stand between it and other KV.
+    replace(_CALM, cut=0.3, freeze=0.1, slow_reader=0.4, decode_wait=0.4, pressure=3.0, unpin=0.2),
+    replace(_CALM, cancel=0.4, race=0.2, pressure=1.5, decode_wait=0.2, torn=0.3, unpin=0.2),
 )
 
 
@@ -50,7 +52,8 @@ def run_seed(seed: int, num: int = TRANSFERS_A_RUN, *, record: bool = False) -> 
 
     A smaller `num` plays the same run and stops sending prompts earlier.
     """
-    world = World(seed, PROFILES[seed % len(PROFILES)], record=record)
+    profile, shape = PROFILES[seed % len(PROFILES)], SHAPES[seed % len(SHAPES)]
+    world = World(seed, profile, record=record, shape=shape)
     cluster = Cluster(world, num)
     violation: str | None = None
     try:
@@ -76,16 +79,12 @@ class Cluster:
         self._num = num
         self.num_started = 0
         self._network = Network(world)
-        # Sizes decide the plane of each pair: equal parity is zmq, else memfd.
-        self.prefills = [
-            PrefillWorker(world, f"p{i}", 40 + i, self._network, self) for i in range(2)
-        ]
-        self._decodes = [
-            DecodeWorker(world, f"d{i}", 36 + i, self._network, self) for i in range(3)
-        ]
+        # Workers whose number has the same parity are on one host, and share memory.
+        self.prefills = [PrefillWorker(world, i, self._network, self) for i in range(2)]
+        self._decodes = [DecodeWorker(world, i, self._network, self) for i in range(3)]
         self._families: list[Family] = []
-        self.requests: list[Request] = []
-        self._tickets: dict[int, tuple[PrefillWorker, int, int, bytes]] = {}
+        self.prompts: list[Prompt] = []
+        self._tickets: dict[int, dict[Request, Ticketed]] = {}
 
     def run(self) -> None:
         """Play until nothing is left to happen, and look at what is left."""
@@ -103,9 +102,9 @@ class Cluster:
             if not worker.is_up:
                 raise Violation(f"{worker.name} did not come back")
             worker.check_at_rest()
-        for request in self.requests:
+        for request in (request for prompt in self.prompts for request in prompt.requests):
             if request.num_receives or not request.outcome:
-                raise Violation(f"request {request.number} never ended")
+                raise Violation(f"request {request.prompt.number} never ended")
 
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
         return [*self.prefills, *self._decodes]
@@ -118,83 +117,103 @@ class Cluster:
         number = self.num_started
         if not self._families or rng.random() < 0.4:
             self._families.append(Family.make(world.rng.getrandbits(23), _MAX_BLOCKS))
-        request = Request(
+        prompt = Prompt(
             number=number,
             family=self._families[-1 - rng.randrange(min(4, len(self._families)))],
             num_tokens=rng.choice(_LENGTHS),
             is_slow=rng.random() < world.odds.slow_sender,
-            first_token=number,
+            is_at_once=rng.random() < world.odds.at_once,
         )
-        self.requests.append(request)
-        world.note("router", f"request {number} of {request.num_tokens} tokens")
-        self._dispatch(request)
+        self.prompts.append(prompt)
+        world.note("router", f"request {number} of {prompt.num_tokens} tokens")
+        self._dispatch(prompt)
         if world.happens(world.odds.cancel):
-            world.at(rng.random() * rng.choice((0.005, 0.05, 2.0)), self.cancel, request)
+            world.at(rng.random() * rng.choice((0.005, 0.05, 2.0)), self.cancel, prompt)
         self._trouble()
         pause_s = rng.expovariate(250.0)  # drawn in any case: a shorter run is a prefix of a longer
         if number < self._num:
             world.at(pause_s, self._arrive)
 
-    def _dispatch(self, request: Request) -> None:
-        up = [worker for worker in self.prefills if worker.is_up]
-        if not up:
-            request.outcome = "no prefill worker"
-            return
-        worker = self._world.rng.choice(up)
+    def _dispatch(self, prompt: Prompt) -> None:
+        if self._world.shape.is_sharded:
+            chosen = self.prefills
+        else:
+            up = [worker for worker in self.prefills if worker.is_up]
+            chosen = [self._world.rng.choice(up or self.prefills)]
+        for worker in chosen:
+            request = Request(prompt)
+            prompt.requests.append(request)
+            if worker.is_up:
+                self._start(worker, request)
+            else:
+                request.outcome = "no prefill worker"
+
+    def _start(self, worker: PrefillWorker, request: Request) -> None:
         worker.ask(
             worker.start, request, lost=lambda: self.on_prefill_over(request, "prefill died")
         )
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, prompt: Prompt) -> None:
         """The client left: tell both sides; each message may be lost."""
-        request.is_cancelled = True
+        prompt.is_cancelled = True
         self._world.stats["cancels"] += 1
-        self._world.note("router", f"cancel {request.number}")
+        self._world.note("router", f"cancel {prompt.number}")
         for worker in self.workers():
             if not self._world.happens(_CANCEL_LOST):
-                worker.at(self._world.rng.random() * 0.002, worker.cancel, request)
+                worker.at(self._world.rng.random() * 0.002, worker.cancel, prompt)
 
     def on_ticket(self, worker: PrefillWorker, offer: Offer, signed: bytes) -> None:
-        """KV can be pulled: choose who pulls."""
-        request = offer.request
-        if request.is_cancelled and self._world.happens(0.5):
+        """KV can be pulled: choose who pulls, once every shard has something to be pulled."""
+        request, prompt = offer.request, offer.request.prompt
+        if prompt.is_cancelled and self._world.happens(0.5):
             return
-        self._tickets[request.number] = (worker, worker.incarnation, offer.xfer_id, signed)
-        self._open(request)
+        tickets = self._tickets.setdefault(prompt.number, {})
+        tickets[request] = Ticketed(request, worker, worker.incarnation, offer.xfer_id, signed)
+        if len(tickets) < len(prompt.requests):
+            return
+        self._open(prompt)
         if self._world.happens(self._world.odds.race):
             self._world.stats["races"] += 1
             again = self._world.happens(0.5)
-            self._world.at(self._world.rng.random() * 0.02, self._open, request, not again)
+            self._world.at(self._world.rng.random() * 0.02, self._open, prompt, not again)
 
-    def _open(self, request: Request, is_new_attempt: bool = True) -> None:
-        """Send the ticket to a decode worker."""
+    def _open(self, prompt: Prompt, is_new_attempt: bool = True) -> None:
+        """Send the tickets to a decode worker."""
         up = [worker for worker in self._decodes if worker.is_up]
         if not up:
             return
-        request.attempt += is_new_attempt
+        prompt.attempt += is_new_attempt
         worker = self._world.rng.choice(up)
-        request.num_receives += 1
-        ticket, attempt = self._tickets[request.number], request.attempt
-        worker.ask(worker.open, request, ticket, attempt, lost=lambda: self.on_received(request))
+        tickets = [t for t in self._tickets[prompt.number].values() if worker.overlaps(t.prefill)]
+        for ticket in tickets:
+            ticket.request.num_receives += 1
+        worker.ask(
+            worker.open, prompt, tickets, prompt.attempt, lost=lambda: self._not_opened(tickets)
+        )
+
+    def _not_opened(self, tickets: Sequence[Ticketed]) -> None:
+        for ticket in tickets:
+            self.on_received(ticket.request)
 
     def on_prefill_over(self, request: Request, outcome: str) -> None:
         """Its blocks were given back, or none were ever lent."""
         if request.outcome:
-            raise Violation(f"request {request.number} ended twice at the prefill side")
+            raise Violation(f"request {request.prompt.number} ended twice at the prefill side")
         request.outcome = outcome
 
     def on_received(self, request: Request) -> None:
-        """The KV is there, or nobody waits for it any more."""
+        """One receive is over."""
         request.num_receives -= 1
 
-    def on_receive_failed(self, receive: Receive, code: str, can_recompute: bool) -> None:
+    def on_group_failed(self, group: Group) -> None:
         """Try another decode worker, or let decode compute the prompt itself."""
-        request = receive.request
-        request.num_receives -= 1
-        retries = can_recompute and code != "fenced" and request.attempt < _MAX_ATTEMPTS
-        if retries and not request.is_cancelled and self._world.happens(0.6):
+        prompt = group.prompt
+        can_retry = group.can_recompute and group.failure != "fenced"
+        if not can_retry or prompt.attempt >= _MAX_ATTEMPTS or prompt.is_cancelled:
+            return
+        if self._world.happens(0.6):
             self._world.stats["retries"] += 1
-            self._world.at(self._world.rng.random() * 0.01, self._open, request)
+            self._world.at(self._world.rng.random() * 0.01, self._open, prompt)
 
     # ---- faults -------------------------------------------------------------------------------
 
@@ -208,6 +227,8 @@ class Cluster:
             (odds.freeze, self._freeze),
             (odds.clock_step, self._step_clock),
             (odds.pressure, self._press),
+            (odds.unpin, self._unpin),
+            (odds.lose_plane, self._lose_plane),
         )
         for chance, fault in faults:
             if world.happens(chance):
@@ -227,10 +248,10 @@ class Cluster:
 
     def _break_links_to(self, worker: PrefillWorker, incarnation: int) -> None:
         for decode in self._decodes:
-            link = decode.links.get((worker.name, incarnation))
-            if link is not None:
-                is_mapped = link.plane == "memfd"
-                decode.at(0.0005, lambda d=decode, k=link, m=is_mapped: d.lose(k, is_dead=m))
+            for link in list(decode.links.values()):
+                if link.prefill is worker and link.prefill_incarnation == incarnation:
+                    is_mapped = link.plane == "memfd"
+                    decode.at(0.0005, lambda d=decode, k=link, m=is_mapped: d.lose(k, is_dead=m))
 
     def _tell_prefills(self, worker: Worker, incarnation: int) -> None:
         for prefill in self.prefills:
@@ -275,3 +296,13 @@ class Cluster:
     def _press(self) -> None:
         worker = self._world.rng.choice(self.workers())
         worker.at(0.0, worker.press, self._world.rng.randrange(1, 20))
+
+    def _unpin(self) -> None:
+        worker = self._world.rng.choice(self.prefills)
+        worker.at(0.0, worker.unpin_all)
+
+    def _lose_plane(self) -> None:
+        decode = self._world.rng.choice(self._decodes)
+        if decode.is_up and decode.links:
+            link = self._world.rng.choice(list(decode.links.values()))
+            decode.at(0.0, decode.lose_plane, link)

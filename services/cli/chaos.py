@@ -42,6 +42,7 @@ def transfers(
     num: Annotated[int, typer.Option(min=1, help="Transfers to play.")] = 10_000,
     seed: Seed = 0,
     log: Annotated[bool, typer.Option(help="Write every event of the first run.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 = one a core.")] = 0,
     json: Json = False,
 ) -> int:
     """Play transfers in a simulated network and look for broken promises."""
@@ -53,7 +54,9 @@ def transfers(
         report = run_seed(seed, num, record=True)
         typer.echo("\n".join((*report.log, f"violation: {report.violation}")))
         return 0 if report.violation is None else 1
-    campaign = run_campaign(num, seed)
+    from services.runtime.threads import available_cores
+
+    campaign = run_campaign(num, seed, jobs=jobs or available_cores())
     for failed in campaign.failures:
         _tell(f"seed {failed.seed}: {failed.violation}\n  {failed.replay}", json)
     return _show(_transfers_result(seed, campaign))
