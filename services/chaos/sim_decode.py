@@ -17,7 +17,7 @@ from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
-from services.transfer import codec
+from services.transfer import codec, memfd_plane
 from services.transfer import receiver as rx
 from services.transfer.block_writer import BlockWriter
 from services.transfer.conversion import Conversion
@@ -164,7 +164,9 @@ class DecodeWorker(Worker):
         self._lent: dict[BlockId, Group] = {}  # who may write a block
         self._is_renewing = False
         self._may_grant = False  # something happened since credit was last granted
-        self._writer = BlockWriter(self.memory, self.layout, self.world.shape.digest_sampling)
+        self._writer = BlockWriter(
+            self.memory, self.layout, self.world.shape.digest_sampling, _copy_blocks
+        )
         self._local = local_end(
             self.name,
             self.incarnation,
@@ -306,6 +308,8 @@ class DecodeWorker(Worker):
                 self._connect(receive)
             elif isinstance(action, rx.WorkReady):
                 self._queue(receive)
+            elif isinstance(action, rx.MoveIn):
+                raise TypeError("the simulator attaches nothing")
             else:
                 self._say(receive, *receive.wire.message(action))
         machine.check_integrity()
@@ -723,6 +727,18 @@ class DecodeWorker(Worker):
             self._apply(receive, receive.machine.on_time(self.world.now, last_data))
         else:
             self._arm(receive)
+
+
+def _copy_blocks(
+    source: KvPoolMemory,
+    source_blocks: Sequence[int],
+    gens: Sequence[int],
+    dest: Bytes,
+    dest_blocks: Sequence[int],
+) -> list[bool]:
+    """Copy by the path that a busy owner can interrupt: one native call cannot be."""
+    rows, wanted = np.array(source_blocks, np.int64), np.array(gens, np.uint64)
+    return memfd_plane.pull_with_numpy(source, rows, wanted, dest, dest_blocks)
 
 
 def _taker(data: bytes) -> Callable[[Bytes], bool]:

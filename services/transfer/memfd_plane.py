@@ -59,10 +59,10 @@ def pull_blocks(
         to = np.array(dest_blocks, dtype=np.int64)
         good: list[bool] = library.pull(pool, rows, wanted, dest, to).tolist()
         return good
-    return _pull_with_numpy(source, rows, wanted, dest, dest_blocks)
+    return pull_with_numpy(source, rows, wanted, dest, dest_blocks)
 
 
-def _pull_with_numpy(
+def pull_with_numpy(
     source: KvPoolMemory,
     rows: npt.NDArray[np.int64],
     wanted: npt.NDArray[np.uint64],

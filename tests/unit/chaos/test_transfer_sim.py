@@ -16,7 +16,7 @@ from services.chaos.transfers import Campaign, FailedRun, run_campaign
 from services.common.ids import BlockHash, BlockId
 from services.kv.convert import Part, convert_part
 from services.kv.memory import KvPoolMemory
-from services.transfer import block_writer, wire
+from services.transfer import memfd_plane, wire
 from services.transfer import sender as tx
 from services.transfer.conversion import Conversion
 from services.transfer.receiver import ReceiverTransfer
@@ -253,12 +253,12 @@ def _take_a_lower_attempt(patch: pytest.MonkeyPatch) -> None:
 
 def _trust_generations(patch: pytest.MonkeyPatch) -> None:
     def trusting(
-        source: KvPoolMemory, blocks: Any, _gens: Any, dest: Bytes, dest_blocks: Any
+        source: KvPoolMemory, rows: Any, _gens: Any, dest: Bytes, dest_blocks: Any
     ) -> list[bool]:
-        dest[list(dest_blocks)] = source.blocks[list(blocks)]
-        return [True] * len(blocks)
+        dest[list(dest_blocks)] = source.blocks[rows]
+        return [True] * len(rows)
 
-    patch.setattr(block_writer, "pull_blocks", trusting)
+    patch.setattr(memfd_plane, "pull_with_numpy", trusting)
 
 
 def _trust_generations_of_shards(patch: pytest.MonkeyPatch) -> None:
