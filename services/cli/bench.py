@@ -78,6 +78,29 @@ def handoff(
     return result.exit_code
 
 
+@app.command("second-token")
+def second_token(
+    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of the prompts, with commas.")
+    ] = "512,1024,2048",
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of each length.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+) -> int:
+    """What a handoff adds to the second token: pairs of two pools and one worker, and stages."""
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("dtype is float32 or bfloat16")
+    lengths = [part.strip() for part in prompt_tokens.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in lengths):
+        raise typer.BadParameter("numbers from 1, with commas")
+    from services.bench.second_token import run
+
+    result = run(model, [int(part) for part in lengths], rounds=rounds, dtype=dtype, seed=seed)
+    typer.echo(result.to_json())
+    return result.exit_code
+
+
 @app.command("wire")
 def wire(
     model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
