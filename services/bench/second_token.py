@@ -104,9 +104,7 @@ class _Client:
         self._stub = inference_pb2_grpc.InferenceStub(channel)
         self._trace_file = trace_file
         self._rng = rng
-        listed = self._stub.ListModels(
-            inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
-        )
+        listed = self._stub.ListModels(inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S)
         self._vocab_size = listed.models[0].vocab_size
 
     def round(self, prompt_tokens: int, *, local_first: bool) -> Round:

@@ -30,6 +30,11 @@ class DataPump:
         """Tell whether ZMQ still reads some blocks."""
         return bool(self._flights)
 
+    @property
+    def is_hungry(self) -> bool:
+        """Tell whether `run` has something to try."""
+        return bool(self._hungry)
+
     def wants(self, base: bytes, xfer_id: int) -> None:
         """Note that a transfer may have something to send to a peer."""
         self._hungry.setdefault(base, OrderedDict())[xfer_id] = None

@@ -25,7 +25,7 @@ from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp
 from services.transfer.fault_script import FaultDice
 from services.transfer.memfd_plane import pull_blocks
-from services.transfer.wire import HEADER_BYTES, Message, WireError, decode
+from services.transfer.wire import HEADER_BYTES, Message, WireError, decode, decode_first
 from services.transfer.zmq_plane import Block, CurveKeys, DealerLink, SinkContext
 
 CopyBlocks = Callable[
@@ -180,16 +180,16 @@ class FaultyDoorbell(Doorbell):
     def _take_packet(self) -> memoryview | None:
         self._send_due()
         while not self._is_cut and (packet := super()._take_packet()) is not None:
-            self._is_cut = self._in.put(
-                [bytes(packet[:HEADER_BYTES]), bytes(packet[HEADER_BYTES:])]
-            )
+            for message in _messages_of(packet):
+                self._is_cut = self._is_cut or self._in.put(_frames_of(message))
         if self._is_cut:
             raise HungUp("cut by the script")
         frames = self._in.pop()
         return None if frames is None else memoryview(b"".join(frames))
 
-    def _try_send(self, packet: tuple[bytes, bytes]) -> bool:
-        self._is_cut = self._is_cut or self._out.put(list(packet))
+    def _try_send(self, packet: Sequence[bytes]) -> bool:
+        for message in packet:
+            self._is_cut = self._is_cut or self._out.put(_frames_of(message))
         if self._is_cut:
             raise HungUp("cut by the script")
         self._send_due()
@@ -197,8 +197,24 @@ class FaultyDoorbell(Doorbell):
 
     def _send_due(self) -> None:
         while (frames := self._out.pop()) is not None:
-            head, *body = frames
-            super()._try_send((head, b"".join(body)))  # one that finds no room is lost
+            super()._try_send(frames)  # one that finds no room is lost
+
+
+def _messages_of(packet: memoryview) -> list[bytes]:
+    """Cut a packet into its messages, so that each has a fate of its own."""
+    messages: list[bytes] = []
+    while packet:
+        try:
+            rest = decode_first(packet)[1]
+        except WireError:
+            rest = packet[:0]  # no sense in it: it stays in one piece
+        messages.append(bytes(packet[: len(packet) - len(rest)]))
+        packet = rest
+    return messages
+
+
+def _frames_of(message: bytes) -> list[bytes]:
+    return [message[:HEADER_BYTES], message[HEADER_BYTES:]]
 
 
 class _Stream:

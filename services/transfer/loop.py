@@ -41,8 +41,12 @@ class Inbox:
             return True
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Wake the thread once for all commands put inside, at the end; keep it short."""
+    def hold(self, run_now: Callable[[], bool]) -> Iterator[None]:
+        """Wake the thread once for all commands put inside, at the end; keep it short.
+
+        Args:
+            run_now: tried at the end; True when it has done all there is to do.
+        """
         with self._lock:
             self._num_holding += 1
         try:
@@ -50,8 +54,14 @@ class Inbox:
         finally:
             with self._lock:
                 self._num_holding -= 1
-                if self._commands and not self._is_closed:
-                    os.eventfd_write(self._fd, 1)
+                has_work = bool(self._commands)
+            if has_work and not run_now():
+                self.wake()
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no command waits."""
+        return not self._commands
 
     def wake(self) -> None:
         """Wake the thread without a command."""

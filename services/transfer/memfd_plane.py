@@ -178,7 +178,7 @@ class PoolServer:
             return []
         bell, heard = self._bells[entry.peer.route], list[tuple[Peer, Message | WireError]]()
         try:
-            while len(heard) < limit:
+            while len(heard) < limit or bell.has_unread:
                 try:
                     message = bell.recv()
                 except WireError as error:

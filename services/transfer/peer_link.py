@@ -96,6 +96,16 @@ class PeerLink:
         with contextlib.suppress(HungUp):
             bell.send(kind, body, xfer_id, attempt)
 
+    def flush(self) -> bool:
+        """Let messages on the pool's socket leave; True while some have to wait."""
+        bell = self.bell
+        if bell is None:
+            return False
+        with contextlib.suppress(HungUp):  # it shows when its end is read
+            bell.flush()
+            return bell.has_backlog
+        return False
+
     @property
     def bell(self) -> Doorbell | None:
         """The pool's socket while it carries messages; ZMQ does else."""

@@ -62,6 +62,7 @@ _LEASED = (
     receiver.ReceiverState.PULLING,
     receiver.ReceiverState.ATTACHED,
 )
+_BACKLOG_POLL_S = 0.001  # a peer whose end is full reads on soon, or is stuck
 
 
 class TransferSink:
@@ -98,6 +99,7 @@ class TransferSink:
         self._poller.add(self._inbox.fileno())
         self._context = new_context()
         self._stop_deadline: float | None = None
+        self._has_backlog = False
         self._thread: threading.Thread | None = None
         keys = load_curve_keys(config)
         base = peer_base(parts.worker_id, parts.incarnation)
@@ -250,8 +252,15 @@ class TransferSink:
             self._links.settle(link)
         self._run_timers()
         self._intake.grant_credit()
+        self._flush_links()  # copying takes a while
         self._intake.pull_some()
         self._intake.say_pulled()
+        self._flush_links()
+
+    def _flush_links(self) -> None:
+        self._has_backlog = False
+        for link in self._links.all():
+            self._has_backlog |= link.flush()
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:
@@ -269,6 +278,8 @@ class TransferSink:
                 wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
+        if self._has_backlog:
+            wait = min(wait, _BACKLOG_POLL_S)
         return max(0.0, wait)
 
     # ---- commands -----------------------------------------------------------------------------
@@ -487,7 +498,9 @@ class TransferSink:
         if bell is None:
             link.on_client_readable()
             return
-        for _ in range(_MESSAGES_A_TURN):  # what is left makes the next turn's wait short
+        num_messages = 0
+        while num_messages < _MESSAGES_A_TURN or bell.has_unread:
+            num_messages += 1
             try:
                 message = bell.recv()
                 if message is None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -56,6 +57,7 @@ log = get_logger(__name__)
 _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _GROUPS_STOP_S = 1.0
+_EARLY_S = 0.001  # the thread need not be woken for a deadline that is this much earlier
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
 _POINT_AFTER: dict[type[SenderAction], str] = {
     sender.SendOpened: "after_open",
@@ -105,6 +107,11 @@ class TransferSource:
         )
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
+        # Held by whoever runs commands and sends: the thread but while it waits, and then
+        # sometimes the engine's thread. All else of the object belongs to its holder.
+        self._turn_lock = threading.Lock()
+        self._wakes_at = 0.0  # when the thread looks around again by itself
+        self._is_lent = False  # the lock's holder is another thread, which must not touch ZMQ
         self._stop_deadline: float | None = None
         self._is_asking_back = False
         self._max_attached = int(config.attach_pin_share * parts.memory.num_blocks)
@@ -161,8 +168,12 @@ class TransferSource:
         return signed
 
     def batch(self) -> AbstractContextManager[None]:
-        """Take what is announced inside together: one wake-up at the end instead of one each."""
-        return self._inbox.hold()
+        """Take what is announced inside together, and send it from here if the thread sleeps.
+
+        A wake-up costs a change of threads, and the interpreter's lock may be somebody else's
+        just then: the first token is about to be sent, and would leave before the FINAL.
+        """
+        return self._inbox.hold(self._run_lent)
 
     def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:
         """Announce full blocks [lo, lo + len(block_ids))."""
@@ -223,8 +234,16 @@ class TransferSource:
         return not self._offers.open() or self._clock.now() >= self._stop_deadline
 
     def _turn(self) -> None:
-        readable = self._poller.wait(self._wait_s())
+        with self._turn_lock:
+            wait_s = self._wait_s()
+            self._wakes_at = self._clock.now() + wait_s
+        readable = self._poller.wait(wait_s)
+        with self._turn_lock:
+            self._handle_all(readable)
+
+    def _handle_all(self, readable: set[object]) -> None:
         self._run_commands()
+        self._ring()
         self._read_router()
         if self._pool_server is not None:
             self._read_pool_server(self._pool_server, readable)
@@ -232,10 +251,35 @@ class TransferSource:
         self._land_flights()
         for route in self._router.flush():
             self._peer_lost(parse_route(route).base)
+        self._pump.run(self._send_some)
+        self._ring()
+
+    def _run_lent(self) -> bool:
+        """Run the commands on the caller's thread while ours waits; False = it must wake up."""
+        if self._thread is None or not self._turn_lock.acquire(blocking=False):
+            return False
+        try:
+            self._is_lent = True
+            self._run_commands()
+            self._ring()
+            is_all = not self._pump.is_hungry and self._inbox.is_empty
+            return is_all and self._clock.now() + self._wait_s() >= self._wakes_at - _EARLY_S
+        finally:
+            self._is_lent = False
+            self._turn_lock.release()
+
+    def _is_put_off(self, command: Callable[[], None]) -> bool:
+        """Leave to the thread itself what nobody else may do: ZMQ and the poller are its own."""
+        if self._is_lent:
+            self._inbox.put(command)
+        return self._is_lent
+
+    def _ring(self) -> None:
+        """Send what waits for peers on this host."""
         if self._pool_server is not None:
             for route in self._pool_server.flush():
-                self._hang_up(route)
-        self._pump.run(self._send_some)
+                # Noted by a command: it is the thread that watches the connections.
+                self._inbox.put(partial(self._hang_up, route))
 
     def _run_commands(self) -> None:
         for command in self._inbox.take():
@@ -265,6 +309,8 @@ class TransferSource:
 
     def _hang_up(self, route: bytes) -> None:
         """Cut off a peer that does not read what the pool's socket has for it."""
+        if self._is_put_off(partial(self._hang_up, route)):
+            return
         assert self._pool_server is not None
         fd = self._pool_server.drop(route)
         if fd is not None:
@@ -372,6 +418,10 @@ class TransferSource:
             self._apply(offered, offered.machine.cancel("worker stops", now, "stopped"))
 
     def _shut_down(self) -> None:
+        with self._turn_lock:
+            self._give_all_back()
+
+    def _give_all_back(self) -> None:
         if self._pool_server is not None:
             self._pool_server.close()
         self._groups.close(_GROUPS_STOP_S)
@@ -666,7 +716,7 @@ class TransferSource:
             self._send(peer, answer, b"", header.xfer_id, header.attempt)
 
     def _peer_lost(self, base: bytes) -> None:
-        if not base:
+        if not base or self._is_put_off(partial(self._peer_lost, base)):
             return
         self._groups.on_peer_lost(base)
         now = self._clock.now()
@@ -726,6 +776,9 @@ class TransferSource:
     ) -> None:
         server = self._pool_server
         bell = server.bell(peer.route) if server is not None else None
+        again = partial(self._send, peer, kind, body, xfer_id, attempt)
+        if bell is None and self._is_put_off(again):
+            return
         # Noted by a command: the caller is in the middle of one session's actions.
         try:
             if bell is None:

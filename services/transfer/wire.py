@@ -141,6 +141,17 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     return Message(header, bytes(body))
 
 
+def decode_first(packet: memoryview) -> tuple[Message, memoryview]:
+    """Read the first of several messages without payload, one behind the other; and the rest."""
+    if len(packet) < HEADER_BYTES:
+        raise WireError("header_length")
+    header = _parse_header(bytes(packet[:HEADER_BYTES]))
+    if header.n_payload:
+        raise WireError("payload_count")
+    end = HEADER_BYTES + header.body_len
+    return decode((packet[:HEADER_BYTES], packet[HEADER_BYTES:end])), packet[end:]
+
+
 def _parse_header(head: bytes) -> Header:
     magic, version, kind, flags, xfer_id, incarnation, attempt, seq, body_len, n_payload = (
         _HEADER.unpack_from(head)

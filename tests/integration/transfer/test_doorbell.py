@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +17,10 @@ from services.chaos.tcp_proxy import Faults, TcpProxy
 from services.transfer.doorbell import MAX_PACKET_BYTES, Doorbell, HungUp, bell_peer, fits
 from services.transfer.memfd_plane import PoolClient
 from services.transfer.wire import HEADER_BYTES, Header, MessageType, WireError, encode
-from services.transfer.zmq_plane import parse_route, peer_base
+from services.transfer.zmq_plane import RouterPort, parse_route, peer_base
 from tests.support.transfer_ends import (
     CALM,
+    PrefillEnd,
     make_decode,
     make_prefill,
     outcome,
@@ -47,11 +52,14 @@ def test_messages_come_whole_and_in_order(pair: Pair) -> None:
     ours, theirs, *_ = pair
     ours.send(MessageType.READY, b"one", xfer_id=5, attempt=2)
     ours.send(MessageType.FINAL, b"")
+    assert theirs.recv() is None
+    ours.flush()
     message = theirs.recv()
     assert message is not None
     header = message.header
     assert (header.type, header.incarnation, header.xfer_id) == (MessageType.READY, 7, 5)
     assert (header.attempt, header.seq, message.body) == (2, 1, b"one")
+    assert theirs.has_unread  # both came in one packet
     final = theirs.recv()
     assert final is not None
     assert (final.header.type, final.header.seq, final.body) == (MessageType.FINAL, 2, b"")
@@ -64,6 +72,7 @@ def test_what_a_slow_peer_does_not_read_waits_and_keeps_its_order(pair: Pair) ->
     sent = [bytes([i % 256]) * 60_000 for i in range(40)]
     for body in sent:
         ours.send(MessageType.READY, body)
+    ours.flush()
     assert ours.has_backlog
     got = _bodies(theirs)
     while ours.has_backlog:
@@ -78,6 +87,7 @@ def test_a_peer_that_never_reads_is_given_up(pair: Pair) -> None:
     def send_all() -> None:
         for _ in range(20_000):
             ours.send(MessageType.PULLED, b"x" * 100)
+            ours.flush()
 
     with pytest.raises(HungUp, match="slowly"):
         send_all()
@@ -88,6 +98,7 @@ def test_long_messages_do_not_fit_and_are_not_sent(pair: Pair) -> None:
     longest = b"x" * (MAX_PACKET_BYTES - HEADER_BYTES)
     assert fits(longest)
     ours.send(MessageType.READY, longest)
+    ours.flush()
     assert not fits(longest + b"x")
     with pytest.raises(WireError) as raised:
         ours.send(MessageType.READY, longest + b"x")
@@ -101,7 +112,7 @@ def test_long_messages_do_not_fit_and_are_not_sent(pair: Pair) -> None:
         (b"x", "header_length"),
         (b"x" * HEADER_BYTES, "magic"),
         (b"x" * (MAX_PACKET_BYTES + 1), "packet_length"),
-        (b"".join(encode(Header(MessageType.READY, 7), b"body")) + b"!", "body_length"),
+        (b"".join(encode(Header(MessageType.READY, 7), b"body"))[:-1], "body_length"),
         (b"".join(encode(Header(MessageType.DATA, 7, n_payload=1), b"")), "payload_count"),
     ],
 )
@@ -111,6 +122,7 @@ def test_nonsense_is_refused_and_what_follows_is_read(
     ours, theirs, raw, _ = pair
     raw.send(packet)
     ours.send(MessageType.FINAL, b"fine")
+    ours.flush()
     with pytest.raises(WireError) as raised:
         theirs.recv()
     assert raised.value.reason == reason
@@ -120,12 +132,28 @@ def test_nonsense_is_refused_and_what_follows_is_read(
 def test_a_closed_end_is_told_to_reader_and_writer(pair: Pair) -> None:
     ours, theirs, raw, _ = pair
     ours.send(MessageType.FINAL, b"last")
+    ours.flush()
     raw.close()
     assert theirs.recv() is not None
     with pytest.raises(HungUp):
         theirs.recv()
+    theirs.send(MessageType.DONE)
     with pytest.raises(HungUp):
-        theirs.send(MessageType.DONE)
+        theirs.flush()
+
+
+def test_nonsense_behind_a_message_loses_only_itself(pair: Pair) -> None:
+    ours, theirs, raw, _ = pair
+    good = b"".join(encode(Header(MessageType.READY, 7), b"good"))
+    raw.send(good + b"!" * HEADER_BYTES + good)
+    ours.send(MessageType.FINAL, b"fine")
+    ours.flush()
+    message = theirs.recv()
+    assert message is not None
+    assert message.body == b"good"
+    with pytest.raises(WireError):
+        theirs.recv()
+    assert _bodies(theirs) == [b"fine"]
 
 
 def test_routes_of_connections_name_their_peer() -> None:
@@ -187,6 +215,51 @@ def test_a_peer_that_talks_nonsense_to_the_pool_is_muted_and_others_are_served(
     finally:
         decode.stop()
         prefill.stop()
+
+
+@pytest.mark.parametrize("plane", ["memfd", "zmq"])
+def test_what_is_announced_together_is_sent_by_the_caller_but_never_over_zmq(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plane: str
+) -> None:
+    """The engine's thread writes packets while the transfer thread sleeps; ZMQ could block it."""
+    callers: dict[str, set[int]] = {"doorbell": set(), "zmq": set()}
+    ring, send = Doorbell.send, RouterPort.send
+
+    def ring_noted(bell: Doorbell, *args: Any) -> None:
+        callers["doorbell"].add(threading.get_ident())
+        ring(bell, *args)
+
+    def send_noted(port: RouterPort, *args: Any) -> None:
+        callers["zmq"].add(threading.get_ident())
+        send(port, *args)
+
+    monkeypatch.setattr(Doorbell, "send", ring_noted)
+    monkeypatch.setattr(RouterPort, "send", send_noted)
+    config = with_planes(CALM, plane)
+    prefill, decode = make_prefill(tmp_path, config), make_decode(config)
+    own, num_handoffs = threading.get_ident(), 12
+    try:
+        for i in range(num_handoffs):
+            key = f"k{i}"
+            ticket, offer = prefill.offer(key, 50)
+            blocks = decode.receive(key, ticket, offer)
+            wait_until(partial(_has_opened, prefill, i + 1))
+            time.sleep(0.02)  # the thread goes back to sleep
+            with prefill.source.batch():
+                prefill.seal(key, 0, 3)
+                prefill.finish(key, 50)
+            assert outcome(decode.events.wait(key)) == "ready"
+            assert prefill.events.wait(key).outcome == "done"
+            assert same_content(prefill, key, decode, blocks, 2)
+    finally:
+        decode.stop()
+        prefill.stop()
+    assert own not in callers["zmq"]
+    assert (own in callers["doorbell"]) == (plane == "memfd")
+
+
+def _has_opened(prefill: PrefillEnd, count: int) -> bool:
+    return prefill.source.counters.opened >= count
 
 
 def _sends(raw: socket.socket) -> bool:
