@@ -12,60 +12,17 @@ from services.common.ids import BlockId
 from services.engine.api import AttachReleased, FirstToken, MigrateRefused, RequestKey, WorkKind
 from services.engine.attachment import Attachment, num_to_move, will_move
 from services.kv.attached import AttachedKv
-from services.kv.digest import block_digests
-from services.kv.memory import KvPoolMemory
+from tests.support.attached_peer import SIZE, AttachedPeer, receive_attached
 from tests.support.engine_rig import EngineRig, Output, greedy, make_config, make_request, prompt_of
-from tests.support.fake_model import FAKE_LAYOUT, fake_values, reference_tokens
-
-SIZE = FAKE_LAYOUT.block_size
+from tests.support.fake_model import reference_tokens
 
 
-class Peer:
-    """A prefill worker's pool, with the sealed full blocks of prompts in it."""
-
-    def __init__(self, num_blocks: int = 64, pool_id: int = 1) -> None:
-        self.memory = KvPoolMemory.create(FAKE_LAYOUT, num_blocks, kind="anonymous")
-        self.cells = self.memory.blocks.view(np.float32).reshape(num_blocks, 2, SIZE)
-        self.cells[:] = np.nan
-        self.pool_id = pool_id
-        self._free = list(range(num_blocks))
-        np.random.default_rng(3).shuffle(self._free)
-
-    def attach(self, prompt: Any, skip: int = 0) -> AttachedKv:
-        """Compute the full blocks of a prompt but the first `skip`; hand them out."""
-        values = fake_values(prompt)
-        indexes = tuple(range(skip, len(prompt) // SIZE))
-        blocks = [self._free.pop() for _ in indexes]
-        for index, block in zip(indexes, blocks, strict=True):
-            self.cells[block, :] = values[index * SIZE : (index + 1) * SIZE]
-            self.memory.digests[block] = block_digests(FAKE_LAYOUT, self.memory.blocks[block])
-            self.memory.gens[block] += 2
-        rows = np.array(blocks, np.int64)
-        gens, digests = self.memory.gens[rows].copy(), self.memory.digests[rows].copy()
-        return AttachedKv(self.pool_id, self.memory, indexes, rows, gens, digests)
-
-    def reuse(self, kv: AttachedKv, at: int = 0) -> None:
-        """Do what a worker does that gives a block to somebody else."""
-        block = kv.blocks[at]
-        self.memory.gens[block] += 1
-        self.cells[block] = 999.0
-
-
-def receive_attached(
+def receive(
     rig: EngineRig, key: str, kv: AttachedKv, first: tuple[FirstToken, ...] | None = None
 ) -> None:
-    """Finish a receive of which only what `kv` does not name is written."""
-    prompt, reserved = rig.prompts[key], rig.reserved.pop(key)
-    del rig.opened[key]
-    values = fake_values(prompt)
-    for index, block in enumerate((*reserved.block_ids, reserved.tail_block)):
-        part = values[index * SIZE : (index + 1) * SIZE]
-        if block is not None and index not in kv.indexes:
-            rig.cells[block, :, : len(part)] = part
-    if first is None:
-        first = (FirstToken(0, reference_tokens(prompt, greedy(1))[0]),)
-    rig.scheduler.received(RequestKey(key), first, rig.now, "", kv)
-    rig.collect()
+    """Finish a receive, with the right first token unless told otherwise."""
+    token = reference_tokens(rig.prompts[key], greedy(1))[0]
+    receive_attached(rig, key, kv, first or (FirstToken(0, token),))
 
 
 def submit(rig: EngineRig, key: str, prompt: Any, max_tokens: int) -> Output:
@@ -82,10 +39,10 @@ def released(output: Output) -> list[bool]:
 @pytest.mark.parametrize("length", [16, 17, 47, 100])
 @pytest.mark.parametrize("max_tokens", [2, 12, 40])
 def test_gives_the_tokens_of_a_whole_prefill(length: int, max_tokens: int) -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=16, attach_move_blocks=2), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=16, attach_move_blocks=2), AttachedPeer()
     prompt = prompt_of(length)
     output = submit(rig, "r", prompt, max_tokens)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     rig.run()
     expected = reference_tokens(prompt, greedy(max_tokens))
     assert output.tokens[0] == expected[1:]
@@ -95,10 +52,10 @@ def test_gives_the_tokens_of_a_whole_prefill(length: int, max_tokens: int) -> No
 
 def test_a_short_answer_moves_nothing_and_takes_no_memory() -> None:
     """The memory of the prompt is the peer's alone, and none of it is cached here."""
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(100)
     submit(rig, "r", prompt, 10)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     for _ in range(5):
         rig.step()
         load = rig.scheduler.load()
@@ -111,10 +68,10 @@ def test_a_short_answer_moves_nothing_and_takes_no_memory() -> None:
 
 
 def test_a_long_answer_moves_some_blocks_a_step_and_then_lets_go() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=2), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=2), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 40)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     left = []
     for _ in range(8):
         rig.step()
@@ -128,10 +85,10 @@ def test_a_long_answer_moves_some_blocks_a_step_and_then_lets_go() -> None:
 
 
 def test_moved_blocks_enter_the_prefix_cache_and_serve_others() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=1), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=1), AttachedPeer()
     prompt = prompt_of(100)
     submit(rig, "r", prompt, 30)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     rig.run()
     again = rig.submit(make_request("s", prompt, greedy(5)))
     rig.run()
@@ -141,11 +98,11 @@ def test_moved_blocks_enter_the_prefix_cache_and_serve_others() -> None:
 
 
 def test_blocks_that_are_here_already_are_shared_and_not_copied() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=1, attach_move_blocks=8), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=1, attach_move_blocks=8), AttachedPeer()
     prompt = prompt_of(100)
     first, second = submit(rig, "a", prompt, 30), submit(rig, "b", prompt, 30)
-    receive_attached(rig, "a", peer.attach(prompt))
-    receive_attached(rig, "b", peer.attach(prompt))
+    receive(rig, "a", peer.attach(prompt))
+    receive(rig, "b", peer.attach(prompt))
     rig.run()
     assert first.tokens == second.tokens
     assert rig.pool.counts().cached == 8  # six of the prompt, two of the answer, once
@@ -153,31 +110,22 @@ def test_blocks_that_are_here_already_are_shared_and_not_copied() -> None:
 
 
 def test_a_cached_prefix_stays_ours_and_the_rest_is_attached() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=3), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=3), AttachedPeer()
     prompt = prompt_of(100)
     rig.submit(make_request("w", prompt[:40], greedy(1)))
     rig.run()
     output = submit(rig, "r", prompt, 30)
-    receive_attached(rig, "r", peer.attach(prompt, skip=2))
+    receive(rig, "r", peer.attach(prompt, range(2, 6)))
     rig.run()
     assert output.tokens[0] == reference_tokens(prompt, greedy(30))[1:]
     rig.assert_at_rest()
 
 
 def test_blocks_copied_among_attached_ones_are_sealed_in_their_turn() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=3), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=3), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 40)
-    kv = peer.attach(prompt)
-    kept = [0, 1, 4, 5]
-    part = replace(
-        kv,
-        indexes=tuple(kept),
-        blocks=kv.blocks[kept],
-        gens=kv.gens[kept],
-        digests=kv.digests[kept],
-    )
-    receive_attached(rig, "r", part)
+    receive(rig, "r", peer.attach(prompt, [0, 1, 4, 5]))
     rig.run()
     assert output.tokens[0] == reference_tokens(prompt, greedy(40))[1:]
     rig.assert_at_rest()
@@ -185,11 +133,11 @@ def test_blocks_copied_among_attached_ones_are_sealed_in_their_turn() -> None:
 
 def test_a_block_that_changes_while_a_step_reads_it_gives_no_token() -> None:
     """RB-010, RB-015: KV overwritten under its reader never becomes a token."""
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 12)
     kv = peer.attach(prompt)
-    receive_attached(rig, "r", kv)
+    receive(rig, "r", kv)
     rig.step()
     before = list(output.tokens[0])
     rig.step(between=lambda: None)
@@ -206,11 +154,11 @@ def test_a_block_that_changes_while_a_step_reads_it_gives_no_token() -> None:
 
 @pytest.mark.parametrize("how", ["generation", "content"])
 def test_a_changed_block_is_not_moved(how: str) -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=1), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=1), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 12)
     kv = peer.attach(prompt)
-    receive_attached(rig, "r", kv)
+    receive(rig, "r", kv)
     rig.step()
     if how == "generation":
         peer.reuse(kv)
@@ -225,10 +173,10 @@ def test_a_changed_block_is_not_moved(how: str) -> None:
 
 
 def test_move_at_once_when_the_owner_wants_them_back() -> None:
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 12)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     rig.step()
     rig.scheduler.move_attached(RequestKey("r"))
     rig.step()
@@ -240,10 +188,10 @@ def test_move_at_once_when_the_owner_wants_them_back() -> None:
 
 
 def test_without_room_to_move_it_gives_way_and_is_computed_again() -> None:
-    rig, peer = EngineRig(num_blocks=16), Peer()
+    rig, peer = EngineRig(num_blocks=16), AttachedPeer()
     prompt, other = prompt_of(100), prompt_of(130, seed=9)
     output = submit(rig, "r", prompt, 12)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     rig.step()
     rig.submit(make_request("big", other, greedy(60)))
     rig.step()
@@ -257,12 +205,12 @@ def test_without_room_to_move_it_gives_way_and_is_computed_again() -> None:
 
 @pytest.mark.parametrize("when", ["before", "first", "moving", "moved"])
 def test_cancel_lets_go_once(when: str) -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=1), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=1), AttachedPeer()
     prompt = prompt_of(100)
     output = submit(rig, "r", prompt, 100)
     if when == "before":
         rig.cancel("r")  # the receiver finishes anyway
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     if when != "before":
         for _ in range({"first": 1, "moving": 7, "moved": 20}[when]):
             rig.step()
@@ -273,7 +221,7 @@ def test_cancel_lets_go_once(when: str) -> None:
 
 
 def test_a_receive_nobody_waits_for_any_more_lets_go() -> None:
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(32)
     output = rig.outputs["gone"] = Output()
     rig.scheduler.received(RequestKey("gone"), (), rig.now, "", peer.attach(prompt))
@@ -282,10 +230,10 @@ def test_a_receive_nobody_waits_for_any_more_lets_go() -> None:
 
 
 def test_a_final_that_does_not_fit_lets_go() -> None:
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(50)
     output = submit(rig, "r", prompt, 5)
-    receive_attached(rig, "r", peer.attach(prompt), (FirstToken(7, 1),))
+    receive(rig, "r", peer.attach(prompt), (FirstToken(7, 1),))
     assert released(output) == [True]
     assert output.end.error_code == "internal"
     rig.assert_at_rest()
@@ -293,7 +241,7 @@ def test_a_final_that_does_not_fit_lets_go() -> None:
 
 def test_several_choices_copy_first() -> None:
     """Forks share blocks, and a peer's block is nobody's to share."""
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(40)
     sampling = replace(greedy(6), n=3, temperature=0.8, seed=4)
     output = rig.submit(make_request("r", prompt, sampling, WorkKind.CONTINUE))
@@ -302,7 +250,7 @@ def test_several_choices_copy_first() -> None:
         FirstToken(choice, reference_tokens(prompt, sampling, choice=choice)[0])
         for choice in range(3)
     )
-    receive_attached(rig, "r", peer.attach(prompt), firsts)
+    receive(rig, "r", peer.attach(prompt), firsts)
     assert released(output) == [True]
     rig.run()
     for choice in range(3):
@@ -311,10 +259,10 @@ def test_several_choices_copy_first() -> None:
 
 
 def test_migration_moves_everything_in_first() -> None:
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(50)
     output = submit(rig, "r", prompt, 30)
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     rig.step()
     rig.migrate("r")
     assert released(output) == [True]
@@ -325,11 +273,11 @@ def test_migration_moves_everything_in_first() -> None:
 
 
 def test_migration_is_refused_when_a_block_has_changed() -> None:
-    rig, peer = EngineRig(), Peer()
+    rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(50)
     output = submit(rig, "r", prompt, 6)
     kv = peer.attach(prompt)
-    receive_attached(rig, "r", kv)
+    receive(rig, "r", kv)
     rig.step()
     peer.reuse(kv)
     rig.migrate("r")
@@ -341,12 +289,12 @@ def test_migration_is_refused_when_a_block_has_changed() -> None:
 
 
 def test_tokens_are_never_written_to_a_peers_block() -> None:
-    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=1), Peer()
+    rig, peer = EngineRig(attach_move_after_tokens=4, attach_move_blocks=1), AttachedPeer()
     prompt = prompt_of(48)  # no tail: the next token begins a block of ours
     kv = peer.attach(prompt)
     before = peer.memory.blocks.copy()
     output = submit(rig, "r", prompt, 40)
-    receive_attached(rig, "r", kv)
+    receive(rig, "r", kv)
     rig.run()
     assert output.tokens[0] == reference_tokens(prompt, greedy(40))[1:]
     assert (peer.memory.blocks == before).all()
@@ -359,7 +307,7 @@ def test_seven_peers_at_once() -> None:
         key = f"r{pool_id}"
         prompts[key] = prompt_of(20 + 9 * pool_id, seed=pool_id)
         outputs[key] = submit(rig, key, prompts[key], 12)
-        receive_attached(rig, key, Peer(pool_id=pool_id).attach(prompts[key]))
+        receive(rig, key, AttachedPeer(pool_id=pool_id).attach(prompts[key]))
     rig.run()
     for key, output in outputs.items():
         assert output.tokens[0] == reference_tokens(prompts[key], greedy(12))[1:], key
@@ -371,7 +319,7 @@ def test_a_number_may_come_to_mean_another_pool() -> None:
     for seed in range(3):
         prompt = prompt_of(40, seed=seed)
         output = submit(rig, f"r{seed}", prompt, 5)
-        receive_attached(rig, f"r{seed}", Peer().attach(prompt))
+        receive(rig, f"r{seed}", AttachedPeer().attach(prompt))
         rig.run()
         assert output.tokens[0] == reference_tokens(prompt, greedy(5))[1:]
 
@@ -380,7 +328,7 @@ def test_when_blocks_move() -> None:
     config = make_config(
         attach_move_after_tokens=10, attach_move_blocks=3, attach_move_blocks_urgent=5
     )
-    attached = Attachment(Peer().attach(prompt_of(7 * SIZE)))
+    attached = Attachment(AttachedPeer().attach(prompt_of(7 * SIZE)))
     assert [num_to_move(attached, n, config) for n in (1, 10, 11, 99)] == [0, 0, 3, 3]
     assert [will_move(attached, n, config) for n in (10, 11)] == [0, 7]
     attached.num_moved = 6
@@ -391,10 +339,10 @@ def test_when_blocks_move() -> None:
 
 
 def test_unused_reserved_blocks_go_back_at_once() -> None:
-    rig, peer = EngineRig(num_blocks=12), Peer()
+    rig, peer = EngineRig(num_blocks=12), AttachedPeer()
     prompt = prompt_of(150)
     submit(rig, "r", prompt, 3)
     assert rig.scheduler.load().blocks_in_use == 10
-    receive_attached(rig, "r", peer.attach(prompt))
+    receive(rig, "r", peer.attach(prompt))
     assert rig.scheduler.load().blocks_in_use == 1
     assert rig.pool.num_refs(BlockId(0)) <= 1

@@ -10,13 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.common.sampling import SamplingParams
 from services.engine.api import (
+    AttachReleased,
     EndReason,
     FirstToken,
     MigrateRefused,
     OfferReady,
     PrefillFinished,
+    RequestKey,
     WorkKind,
 )
+from services.kv.attached import AttachedKv
+from tests.support.attached_peer import AttachedPeer, receive_attached
 from tests.support.engine_rig import EngineRig, make_request, prompt_of
 from tests.support.fake_model import reference_tokens
 
@@ -37,7 +41,12 @@ class EngineMachine(RuleBasedStateMachine):
             eos_token_ids=(EOS,),
             max_open_requests=12,
             head_grace_s=0.05,
+            attach_move_after_tokens=3,
+            attach_move_blocks=1,
+            attach_move_blocks_urgent=2,
         )
+        self.peer = AttachedPeer(num_blocks=256)
+        self.attached: dict[str, AttachedKv] = {}  # read in the peer's pool
         for _ in range(16):
             self.rig.scheduler.stats.ended(2)  # expect little: let too many in, have to preempt
         self.sent: dict[str, tuple[npt.NDArray[np.uint32], SamplingParams, WorkKind]] = {}
@@ -101,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.rig.step()
+            self.take_back_what_was_let_go()
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data(), mid_step=st.booleans())
@@ -174,6 +184,63 @@ class EngineMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.rig.reserved)))
         self.end_receive(key)
 
+    @precondition(lambda self: self.rig.reserved)
+    @rule(data=st.data(), takes_all=st.booleans())
+    def receive_in_place(self, data: st.DataObject, takes_all: bool) -> None:
+        """Some blocks of the prompt, or all of them, stay in the pool of who computed them."""
+        key = data.draw(st.sampled_from(sorted(self.rig.reserved)))
+        lent = [i for i, b in enumerate(self.rig.reserved[key].block_ids) if b is not None]
+        if self.forms[key] or not lent:
+            return
+        indexes = (
+            lent if takes_all else sorted(data.draw(st.sets(st.sampled_from(lent), min_size=1)))
+        )
+        self.attached[key] = kv = self.peer.attach(self.rig.prompts[key], indexes)
+        receive_attached(self.rig, key, kv, self.newest(key))
+        self.take_back_what_was_let_go()
+
+    @rule(
+        length=st.integers(16, 70),
+        seed=st.integers(0, 1),
+        max_tokens=st.integers(2, 40),
+        count=st.integers(0, 8),
+    )
+    def attach_and_go_on(self, length: int, seed: int, max_tokens: int, count: int) -> None:
+        key, prompt = f"r{len(self.sent)}", prompt_of(70, seed)[:length]
+        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=max_tokens)
+        if not self.firsts(prompt, params):
+            return
+        self.sent[key] = (prompt, params, WorkKind.CONTINUE)
+        self.started[key], self.forms[key] = (), ""
+        self.rig.submit(make_request(key, prompt, params, WorkKind.CONTINUE))
+        self.rig.step()
+        if key not in self.rig.reserved:
+            return  # no room now
+        lent = [i for i, b in enumerate(self.rig.reserved[key].block_ids) if b is not None]
+        self.attached[key] = kv = self.peer.attach(prompt, lent)
+        receive_attached(self.rig, key, kv, self.newest(key))
+        self.steps(count)
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data(), mid_step=st.booleans())
+    def peer_takes_a_block_for_free(self, data: st.DataObject, mid_step: bool) -> None:
+        """What no owner may do, done: it costs time, never a wrong token."""
+        kv = self.attached[data.draw(st.sampled_from(sorted(self.attached)))]
+        at = data.draw(st.integers(0, len(kv) - 1))
+        if mid_step:
+            self.rig.on_step = lambda _plan: self.peer.reuse(kv, at)
+            self.rig.step()
+            self.rig.on_step = None
+        else:
+            self.peer.reuse(kv, at)
+        self.take_back_what_was_let_go()
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data())
+    def peer_wants_its_blocks_back(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.attached)))
+        self.rig.scheduler.move_attached(RequestKey(key))
+
     @precondition(lambda self: self.rig.opened)
     @rule(data=st.data(), recompute=st.booleans())
     def receive_fails(self, data: st.DataObject, recompute: bool) -> None:
@@ -186,11 +253,26 @@ class EngineMachine(RuleBasedStateMachine):
         if not recompute:
             self.cancelled.add(key)
 
+    def take_back_what_was_let_go(self) -> None:
+        """The moment the engine has let go of blocks their owner writes rubbish into them."""
+        for key, kv in list(self.attached.items()):
+            released = self.rig.outputs[key].of(AttachReleased)
+            assert len(released) <= 1
+            if released:
+                self.peer.take_back(kv)
+                del self.attached[key]
+
     # -- what must hold --------------------------------------------------------------------
 
     @invariant()
     def pool_and_requests_agree(self) -> None:
         self.rig.scheduler.check_integrity()
+
+    @invariant()
+    def attached_blocks_go_back_once(self) -> None:
+        self.take_back_what_was_let_go()
+        attached = self.rig.scheduler.load().blocks_attached
+        assert attached <= sum(len(kv) for kv in self.attached.values())
 
     @invariant()
     def lent_blocks_stay_as_they_were(self) -> None:
@@ -224,6 +306,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.rig.scheduler.load().requests_open:
                 break
         self.rig.assert_at_rest()
+        self.take_back_what_was_let_go()
+        assert not self.attached
         for key, sent in self.sent.items():
             self.check_output(key, *sent)
 
@@ -282,10 +366,12 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     def end_receive(self, key: str) -> None:
+        self.rig.receive(key, self.newest(key), self.forms[key])
+
+    def newest(self, key: str) -> tuple[FirstToken, ...]:
         prompt, params, _ = self.sent[key]
         generated = self.started[key]
-        newest = (FirstToken(0, generated[-1]),) if generated else self.firsts(prompt, params)
-        self.rig.receive(key, newest, self.forms[key])
+        return (FirstToken(0, generated[-1]),) if generated else self.firsts(prompt, params)
 
     def is_ending(self, key: str) -> bool:
         return self.rig.outputs[key].num_ends > 0
