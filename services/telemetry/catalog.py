@@ -153,6 +153,25 @@ PREEMPTIONS = Counter(
 KV_BLOCKS = Gauge(
     "isthmus_kv_blocks", "blocks", "KV blocks by state (in_use, cached, free).", ("state",)
 )
+KV_BLOCKS_ATTACHED = Gauge(
+    "isthmus_kv_blocks_attached",
+    "blocks",
+    "Blocks of other workers' pools that are read in place (plane attach); in no other count.",
+)
+ATTACH_BLOCKS = Counter(
+    "isthmus_attach_blocks_total",
+    "blocks",
+    "Blocks on the plane attach: attached, or moved into our pool later.",
+    ("what",),
+)
+ATTACH_EVENTS = Counter(
+    "isthmus_attach_events_total",
+    "events",
+    "Plane attach: refused (copied instead: no pool number left, or unlike KV), changed (read "
+    "blocks changed, the request was computed again), asked_back (send side: the reader was asked "
+    "to move).",
+    ("what",),
+)
 WORK_ITEMS = Counter(
     "isthmus_work_items_total", "work items", "Work items that ended, by kind and outcome.",
     ("kind", "outcome"),

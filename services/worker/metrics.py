@@ -34,6 +34,7 @@ def watch_gauges(
     """Register the gauges; each reads a value its owner keeps ready. Totals begin at 0."""
     metrics.begin(catalog.WORKER_TOTALS)
     metrics.watch(catalog.KV_BLOCKS, lambda: _block_readings(engine))
+    metrics.watch(catalog.KV_BLOCKS_ATTACHED, lambda: engine.load().blocks_attached)
     metrics.watch(catalog.WORK_OPEN, lambda: _work_readings(engine))
     metrics.watch(
         catalog.TRANSFERS_OPEN,
@@ -68,6 +69,7 @@ def worker_totals(
         Total(catalog.KV_INTEGRITY_ERRORS, lambda: sink.counters.integrity_errors),
         *(_rejects(source.counters, code.name) for code in RejectCode),
         *transfer_faults(source.counters, sink.counters),
+        *_attach_totals(engine, source.counters, sink.counters),
         *(_renewals(lease, outcome) for outcome in RENEWAL_OUTCOMES),
     )
 
@@ -87,6 +89,18 @@ def transfer_faults(source: SourceCounters, sink: SinkCounters) -> tuple[Total, 
         fault("receive", "gap", lambda: sink.gaps),
         fault("receive", "plane_fallback", lambda: sink.plane_fallbacks),
         fault("receive", "discarded_frame", lambda: sink.discarded_frames),
+    )
+
+
+def _attach_totals(engine: Engine, source: SourceCounters, sink: SinkCounters) -> tuple[Total, ...]:
+    """Name what the plane attach did; all zero where it is not used."""
+    blocks, events = catalog.ATTACH_BLOCKS, catalog.ATTACH_EVENTS
+    return (
+        Total(blocks, lambda: sink.attached, {"what": "attached"}),
+        Total(blocks, lambda: engine.load().attach_moved, {"what": "moved"}),
+        Total(events, lambda: sink.attach_refused, {"what": "refused"}),
+        Total(events, lambda: engine.load().attach_changed, {"what": "changed"}),
+        Total(events, lambda: source.asked_back, {"what": "asked_back"}),
     )
 
 
