@@ -217,8 +217,11 @@ class EngineMachine(RuleBasedStateMachine):
         if key not in self.rig.reserved:
             return  # no room now
         lent = [i for i, b in enumerate(self.rig.reserved[key].block_ids) if b is not None]
-        self.attached[key] = kv = self.peer.attach(prompt, lent)
-        receive_attached(self.rig, key, kv, self.newest(key))
+        if lent:
+            self.attached[key] = kv = self.peer.attach(prompt, lent)
+            receive_attached(self.rig, key, kv, self.newest(key))
+        else:  # every full block is here already
+            self.end_receive(key)
         self.steps(count)
 
     @precondition(lambda self: self.attached)
