@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 
+from kernels.cpu import kv_blocks
+
 # Before torch loads its OpenMP runtime: threads that spin at every barrier make tests that share
 # cores with anything else several times slower. `isthmus up` sets the same for its workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["tests.support.models"]
+
+
+def pytest_configure() -> None:
+    """Compile what tests with a deadline would otherwise wait for."""
+    kv_blocks.available()

@@ -1,4 +1,4 @@
-/* KV blocks out of a peer's pool: many seqlock copies in one call, without torch and OpenMP.
+/* KV blocks: digests, and many seqlock copies out of a peer's pool, without torch and OpenMP.
  *
  * Called with the interpreter's lock released, so a pull costs one lock hand-over, not one a block. */
 #include <stdatomic.h>
@@ -9,12 +9,15 @@
 #include <immintrin.h>
 #endif
 
+#include "xxh3.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* From here on a copy goes around the caches: it would push out what the model needs, and every
  * line of the target would be read before it is overwritten. Shorter ones are wanted soon. */
 #define STREAM_MIN_BYTES (4L << 20)
 #define LINE 64
+#define MAX_HEADS 256 /* also in kv_blocks.py */
 #define AHEAD (64 * LINE) /* a prefetch beyond the pool is no fault */
 
 static void stream_lines(uint8_t *to, const uint8_t *from, long bytes) {
@@ -45,6 +48,29 @@ static void copy_block(uint8_t *to, const uint8_t *from, long bytes, int streams
 
 static uint64_t gen_of(const uint64_t *gens, long row, memory_order order) {
     return atomic_load_explicit((const _Atomic uint64_t *)&gens[row], order);
+}
+
+/* How digests lie over a block `[layers][2][heads][run_bytes]`: one for each head and group of
+ * layers [bounds[g], bounds[g + 1]), a head's groups side by side. */
+typedef struct {
+    int64_t num_heads, run_bytes, num_groups;
+    const int64_t *bounds; /* [num_groups + 1] */
+} digest_plan;
+
+EXPORT void isthmus_block_digests(const digest_plan *plan, const uint8_t *block, uint64_t *out) {
+    int64_t heads = plan->num_heads, run = plan->run_bytes;
+    xxh3_state states[MAX_HEADS];
+    /* In the order of memory, which the processor reads ahead; heads take turns. */
+    for (int64_t g = 0; g < plan->num_groups; g++) {
+        int64_t from = 2 * plan->bounds[g], to = 2 * plan->bounds[g + 1];
+        for (int64_t head = 0; head < heads; head++)
+            xxh3_begin(&states[head], (uint64_t)((to - from) * run));
+        const uint8_t *piece = block + from * heads * run;
+        for (int64_t i = 0; i < (to - from) * heads; i++, piece += run)
+            xxh3_take(&states[i % heads], piece, (uint64_t)(run / STRIPE));
+        for (int64_t head = 0; head < heads; head++)
+            out[head * plan->num_groups + g] = xxh3_end(&states[head]);
+    }
 }
 
 /* Copy `count` blocks; good[i] says that the generation was wanted[i], even, before and after.

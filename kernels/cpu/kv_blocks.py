@@ -1,11 +1,13 @@
-"""Copies KV blocks out of a peer's pool by the C library; needs no torch."""
+"""Copies and digests KV blocks by the C library; needs no torch."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
-from ctypes import c_long, c_void_p
+from collections.abc import Sequence
+from ctypes import c_int64, c_long, c_void_p
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,38 @@ from kernels.cpu import build
 SWITCH = "ISTHMUS_CPU_KERNELS"  # "off" copies with numpy even where the library could be built
 
 
+_STRIPE_BYTES = 64
+_MAX_HEADS = 256  # also in isthmus_kv.c
+_MIN_DIGEST_BYTES = 241  # shorter inputs have other rules in XXH3
+
+
+class _Plan(ctypes.Structure):
+    """`digest_plan` of the library."""
+
+    _fields_: ClassVar[Any] = [
+        ("num_heads", c_int64),
+        ("run_bytes", c_int64),
+        ("num_groups", c_int64),
+        ("bounds", c_void_p),
+    ]
+
+
+class DigestPlan:
+    """How the digests of a block `[layers][2][heads][run_bytes]` lie: heads, then layer groups."""
+
+    def __init__(self, num_heads: int, run_bytes: int, bounds: Sequence[int]) -> None:
+        """Take layer groups [bounds[g], bounds[g + 1])."""
+        self._bounds = np.array(bounds, np.int64)  # kept: the structure points to it
+        num_groups = len(bounds) - 1
+        self.structure = _Plan(num_heads, run_bytes, num_groups, self._bounds.ctypes.data)
+        self.num_digests = num_heads * num_groups
+        self.block_bytes = 2 * bounds[-1] * num_heads * run_bytes
+        smallest = 2 * int(np.diff(self._bounds).min()) * run_bytes
+        # What the library can do; others are left to the xxhash package.
+        is_striped = run_bytes % _STRIPE_BYTES == 0 and smallest >= _MIN_DIGEST_BYTES
+        self.is_possible = is_striped and num_heads <= _MAX_HEADS
+
+
 class KvBlocks:
     """The functions of the library; every call runs without the interpreter's lock."""
 
@@ -22,6 +56,19 @@ class KvBlocks:
         self._pull = handle.isthmus_pull_blocks
         self._pull.argtypes = (*[c_void_p] * 3, c_long, c_long, *[c_void_p] * 4)
         self._pull.restype = None
+        self._digests = handle.isthmus_block_digests
+        self._digests.argtypes = (ctypes.POINTER(_Plan), c_void_p, c_void_p)
+        self._digests.restype = None
+
+    def digests(self, plan: DigestPlan, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+        """Return the xxh3_64 of every part of one block, `[num_digests]`."""
+        if not (plan.is_possible and block.flags.c_contiguous):
+            raise ValueError("this block's digests are not for the library")
+        if block.nbytes != plan.block_bytes:
+            raise ValueError(f"a block has {plan.block_bytes} bytes, not {block.nbytes}")
+        found = np.empty(plan.num_digests, np.uint64)
+        self._digests(plan.structure, block.ctypes.data, found.ctypes.data)
+        return found
 
     def pull(
         self,

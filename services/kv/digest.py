@@ -6,10 +6,13 @@ hash says. Fine enough that any head or layer range that may legally move is ver
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kernels.cpu import kv_blocks
 from services.kv.layout import SCALE_BYTES, KvLayout
 
 
@@ -23,6 +26,10 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
         `[digests_per_block]`: for KV head h and layer group g at `h * num_groups + g`, so the
         digests of a head range are one slice. Scales of int8 values count with their values.
     """
+    library, _ = kv_blocks.available()
+    plan = _plan(layout) if library is not None else None
+    if library is not None and plan is not None and block.flags.c_contiguous:
+        return library.digests(plan, block)
     # One copy with the head outermost makes every (head, layer range) contiguous.
     heads = [np.ascontiguousarray(part.transpose(2, 0, 1, 3, 4)) for part in _parts(layout, block)]
     first = layout.first_layer
@@ -33,6 +40,19 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
         for group in groups
     ]
     return np.array(digests, dtype=np.uint64)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(layout: KvLayout) -> kv_blocks.DigestPlan | None:
+    """Return how the library digests blocks of this layout, if it can."""
+    if layout.block_bytes != layout.data_bytes:
+        return None  # with scales behind the values
+    run_bytes = layout.block_size * layout.head_dim * layout.itemsize
+    groups = layout.layer_groups
+    bounds = [lo - layout.first_layer for lo, _ in groups]
+    bounds.append(groups[-1][1] - layout.first_layer)
+    plan = kv_blocks.DigestPlan(layout.num_kv_heads, run_bytes, bounds)
+    return plan if plan.is_possible else None
 
 
 def digest_columns(layout: KvLayout, part: KvLayout) -> npt.NDArray[np.int64] | None:

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu import kv_blocks
 from services.kv.layout import KvLayout
 
 NONCE_BYTES = 64
@@ -95,6 +96,7 @@ class KvPoolMemory:
             kind: "memfd" can be handed to peers on this host, which can then only read it;
                 "anonymous" cannot, and may get huge pages.
         """
+        kv_blocks.available()  # compiled now if need be, not when the first block is sealed
         plan = _plan(layout, num_blocks)
         if kind == "memfd":
             memory = cls._create_memfd(layout, num_blocks, plan)

@@ -17,6 +17,8 @@ from services.transfer.receiver import Pull, ReceiverTransfer
 from services.transfer.values import U64Array
 from services.transfer.zmq_plane import Block
 
+_IN_CACHE_BYTES = 512 << 10  # of a core's own cache, read and written
+
 BAD_LENGTH, BAD_GENERATION, BAD_DIGEST = "length", "generation", "digest"
 
 
@@ -54,6 +56,16 @@ class BlockWriter:
         """Copy blocks out of a peer's pool; digests are verified at the configured rate."""
         if any(pull.source_block >= pool.num_blocks for pull in pulls):
             return [BAD_GENERATION] * len(pulls)  # the peer talks nonsense: believe none of it
+        if self._digest_sampling > 1:
+            return self._pull(machine, pool, pulls)
+        # A few at a time: what was copied is read again at once, while it is in the cache.
+        few = max(1, _IN_CACHE_BYTES // self._layout.block_bytes)
+        parts = (pulls[at : at + few] for at in range(0, len(pulls), few))
+        return [verdict for part in parts for verdict in self._pull(machine, pool, part)]
+
+    def _pull(
+        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+    ) -> list[str | None]:
         good = self._copy(
             pool,
             [pull.source_block for pull in pulls],
