@@ -151,8 +151,9 @@ def read_spans(trace_file: Path, trace_id: str) -> dict[str, tuple[int, int]]:
     while True:
         text = trace_file.read_text() if trace_file.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        spans = [json.loads(line) for line in whole.splitlines() if trace_id in line]
-        found = {span["name"]: (span["start_ns"], span["end_ns"]) for span in spans}
+        spans = [json.loads(line) for line in whole.splitlines()]
+        own = [span for span in spans if span["trace_id"] == trace_id]
+        found = {span["name"]: (span["start_ns"], span["end_ns"]) for span in own}
         if found.keys() >= wanted:
             return found
         if time.monotonic() > deadline:
