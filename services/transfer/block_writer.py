@@ -11,8 +11,7 @@ from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.conversion import Conversion
-from services.transfer.fault_plane import CopyBlocks
-from services.transfer.memfd_plane import pull_blocks
+from services.transfer.memfd_plane import CopyBlocks, pull_blocks
 from services.transfer.receiver import Pull, ReceiverTransfer
 from services.transfer.values import U64Array
 from services.transfer.zmq_plane import Block
@@ -51,22 +50,35 @@ class BlockWriter:
         return self._judge(machine, index, dest)
 
     def pull(
-        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+        self,
+        machine: ReceiverTransfer,
+        pool: KvPoolMemory,
+        pulls: Sequence[Pull],
+        copy: CopyBlocks | None = None,
     ) -> list[str | None]:
-        """Copy blocks out of a peer's pool; digests are verified at the configured rate."""
+        """Copy blocks out of a peer's pool; digests are verified at the configured rate.
+
+        Args:
+            copy: what reads this pool, if it is not memory like ours.
+        """
         if any(pull.source_block >= pool.num_blocks for pull in pulls):
             return [BAD_GENERATION] * len(pulls)  # the peer talks nonsense: believe none of it
+        by = copy or self._copy
         if self._digest_sampling > 1:
-            return self._pull(machine, pool, pulls)
+            return self._pull(machine, pool, pulls, by)
         # A few at a time: what was copied is read again at once, while it is in the cache.
         few = max(1, _IN_CACHE_BYTES // self._layout.block_bytes)
         parts = (pulls[at : at + few] for at in range(0, len(pulls), few))
-        return [verdict for part in parts for verdict in self._pull(machine, pool, part)]
+        return [verdict for part in parts for verdict in self._pull(machine, pool, part, by)]
 
     def _pull(
-        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+        self,
+        machine: ReceiverTransfer,
+        pool: KvPoolMemory,
+        pulls: Sequence[Pull],
+        copy: CopyBlocks,
     ) -> list[str | None]:
-        good = self._copy(
+        good = copy(
             pool,
             [pull.source_block for pull in pulls],
             [pull.gen for pull in pulls],
@@ -128,16 +140,26 @@ class BlockWriter:
         conversion: Conversion,
         pool: KvPoolMemory,
         pulls: Sequence[Pull],
+        copy: CopyBlocks | None = None,
     ) -> list[str | None]:
         """Copy blocks of another layout out of a peer's pool; verified at the configured rate."""
-        return [self._pull_converted(machine, conversion, pool, pull) for pull in pulls]
+        return [self._pull_converted(machine, conversion, pool, pull, copy) for pull in pulls]
 
     def _pull_converted(
-        self, machine: ReceiverTransfer, conversion: Conversion, pool: KvPoolMemory, pull: Pull
+        self,
+        machine: ReceiverTransfer,
+        conversion: Conversion,
+        pool: KvPoolMemory,
+        pull: Pull,
+        copy: CopyBlocks | None,
     ) -> str | None:
         if pull.source_block >= pool.num_blocks:
             return BAD_GENERATION
-        if not conversion.pull(pool, pull.source_block, pull.gen):
+        if copy is None:
+            is_stable = conversion.pull(pool, pull.source_block, pull.gen)
+        else:
+            is_stable = conversion.pull_by(pool, pull.source_block, pull.gen, copy)
+        if not is_stable:
             return BAD_GENERATION
         self._num_pulled += 1
         is_sampled = self._num_pulled % self._digest_sampling == 0

@@ -8,6 +8,7 @@ from services.kv.convert import Bytes, Part, convert_part
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
+from services.transfer.memfd_plane import CopyBlocks
 from services.transfer.pairing import needed
 from services.transfer.placement import Placement
 from services.transfer.values import U64Array
@@ -44,6 +45,7 @@ class Conversion:
         self._placement = placement
         self._layers, self._heads = needed(wire, self._own)
         self.frame: Bytes = np.zeros(wire.block_bytes, np.uint8)  # what came last
+        self._whole: Bytes | None = None
 
     @property
     def has_wire_digests(self) -> bool:
@@ -54,10 +56,21 @@ class Conversion:
         """Copy the part out of a mapped pool; True only if it was stable meanwhile."""
         if gen % 2 or int(pool.gens[source_block]) != gen:
             return False
-        block = pool.blocks[source_block]
+        self._cut(pool.blocks[source_block])
+        return int(pool.gens[source_block]) == gen
+
+    def pull_by(self, pool: KvPoolMemory, source_block: int, gen: int, copy: CopyBlocks) -> bool:
+        """Do the same where `copy` has to bring the whole block here first."""
+        if self._whole is None:
+            self._whole = np.zeros((1, self._peer.block_bytes), np.uint8)
+        (is_good,) = copy(pool, [source_block], [gen], self._whole, [0])
+        if is_good:
+            self._cut(self._whole[0])
+        return is_good
+
+    def _cut(self, block: Bytes) -> None:
         part = Part(self.wire.layers, self.wire.heads, (0, self.wire.block_size))
         convert_part(self._peer, block, part, self.wire, self.frame, part)
-        return int(pool.gens[source_block]) == gen
 
     def is_right(self, slot: int, expected: U64Array, *, of_frame: bool) -> bool:
         """Tell whether the frame is what its digests say; for a tail, over its valid rows.

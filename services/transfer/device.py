@@ -6,6 +6,7 @@ memfd and zmq.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,10 @@ PREFILL_RANK, DECODE_RANK = 0, 1
 
 class GroupError(Exception):
     """The group could not be built, broke, or was aborted."""
+
+
+class DeviceError(Exception):
+    """The device refused; its memory cannot be shared, opened or read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,18 @@ class Group(Protocol):
         ...
 
 
+class PeerBlocks(Protocol):
+    """A peer's pool on its device, opened in this process; it is only read."""
+
+    def copy_out(self, copies: Sequence[tuple[int, HostBytes]]) -> None:
+        """Copy runs of blocks, each from its first block into rows `[n, block_bytes]`, and wait.
+
+        Raises:
+            DeviceError: what the rows hold means nothing.
+        """
+        ...
+
+
 class Device(Protocol):
     """Where a pool is computed on."""
 
@@ -78,6 +95,14 @@ class Device(Protocol):
     @property
     def group_backend(self) -> str:
         """Name what groups are built with: equal at both ends, or there is no group."""
+        ...
+
+    def export_pool(self) -> bytes:
+        """Return what a process on this host opens our pool with; DeviceError if it cannot."""
+        ...
+
+    def open_pool(self, handle: bytes, num_blocks: int, block_bytes: int) -> PeerBlocks:
+        """Open a peer's pool; DeviceError if the handle is not one of such a pool."""
         ...
 
     def make_group(self, spec: GroupSpec, store: PairStore) -> Group:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,9 @@ from services.transfer import fault_script as faults
 from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp
 from services.transfer.fault_script import FaultDice
-from services.transfer.memfd_plane import pull_blocks
+from services.transfer.memfd_plane import CopyBlocks, pull_blocks
 from services.transfer.wire import HEADER_BYTES, Message, WireError, decode, decode_first
 from services.transfer.zmq_plane import Block, CurveKeys, DealerLink, SinkContext
-
-CopyBlocks = Callable[
-    [KvPoolMemory, Sequence[int], Sequence[int], npt.NDArray[np.uint8], Sequence[int]], list[bool]
-]
 
 _MAX_FRAMES = 2 + 256
 _MAX_HELD = 4096  # messages that wait for their time; what comes on top is lost

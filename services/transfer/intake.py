@@ -190,9 +190,10 @@ class Intake:
         if not pulls:
             return
         if receive.conversion is None:
-            verdicts = self._writer.pull(machine, pool, pulls)
+            verdicts = self._writer.pull(machine, pool, pulls, receive.copy)
         else:
-            verdicts = self._writer.pull_converted(machine, receive.conversion, pool, pulls)
+            convert, copy = receive.conversion, receive.copy
+            verdicts = self._writer.pull_converted(machine, convert, pool, pulls, copy)
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)

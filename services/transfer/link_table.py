@@ -10,6 +10,7 @@ from typing import Protocol
 from services.common.clock import Clock
 from services.telemetry.logs import get_logger
 from services.transfer.config import TransferConfig
+from services.transfer.device import Device
 from services.transfer.handshake import LocalEnd
 from services.transfer.loop import Timers
 from services.transfer.peer_link import LinkState, PeerLink
@@ -39,6 +40,10 @@ class LinkOwner(Protocol):
         """Tell whether anything is received from this peer."""
         ...
 
+    def on_plane_fallback(self, link: PeerLink) -> None:
+        """A connection is up, but over a lesser plane than was agreed."""
+        ...
+
     def on_link_closed(self, link: PeerLink) -> None:
         """A connection is closed, for whatever reason; nothing of it is in use any more."""
         ...
@@ -55,6 +60,7 @@ class LinkParts:
     poller: Poller
     timers: Timers
     clock: Clock
+    device: Device | None = None
 
 
 class LinkTable:
@@ -87,6 +93,7 @@ class LinkTable:
             link = PeerLink(
                 parts.context, target, parts.end, parts.config, parts.keys, parts.poller, now
             )
+            link.device = parts.device
             self._links[target] = link
             parts.timers.at_latest(link, link.deadline)
         receive.link = link
@@ -103,6 +110,8 @@ class LinkTable:
             self._remove(link)
             self._fail_waiting(link, link.failure.code, link.failure.message)
         elif link.state is LinkState.UP and link.target in self._waiting:
+            if link.plane != link.agreed_plane:
+                self._owner.on_plane_fallback(link)
             self.publish_planes()
             self._watch(link)
             for receive in self._waiting.pop(link.target):
@@ -147,6 +156,7 @@ class LinkTable:
 
     def _connected(self, receive: Receive, link: PeerLink) -> None:
         receive.link, receive.pool, receive.plane = link, link.pool, link.plane
+        receive.copy = link.copy
         self._links.move_to_end(link.target)
         self._owner.on_connected(receive)
 

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,13 @@ from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
+from services.telemetry.logs import get_logger
+from services.transfer.device import DeviceError
 from services.transfer.doorbell import Doorbell, HungUp, bell_peer
 from services.transfer.values import Peer
 from services.transfer.wire import Message, WireError
+
+log = get_logger(__name__)
 
 _REQUEST = struct.Struct("<8sQH")  # magic, incarnation, length of the worker id that follows
 _REPLY = struct.Struct("<8sQQQ")  # magic, incarnation, number of blocks, bytes of a block
@@ -31,6 +35,12 @@ _MAGIC = b"isthmfd1"
 _MAX_PACKET = 512
 _MAX_PATH_BYTES = 100  # sun_path holds 108
 _UCRED = struct.Struct("3i")
+
+
+# (peer's pool, its blocks, their generations, our blocks, rows of them) -> which were stable
+CopyBlocks = Callable[
+    [KvPoolMemory, Sequence[int], Sequence[int], npt.NDArray[np.uint8], Sequence[int]], list[bool]
+]
 
 
 class HandoverError(Exception):
@@ -75,14 +85,14 @@ def pull_with_numpy(
     """
     source_blocks = rows.tolist()
     before = (source.gens[rows] == wanted) & (wanted % 2 == 0)
-    for start, stop in _runs(before.tolist(), source_blocks, dest_blocks):
+    for start, stop in runs(before.tolist(), source_blocks, dest_blocks):
         at, to, count = source_blocks[start], dest_blocks[start], stop - start
         np.copyto(dest[to : to + count], source.blocks[at : at + count])
     good: list[bool] = (before & (source.gens[rows] == wanted)).tolist()
     return good
 
 
-def _runs(
+def runs(
     wanted: Sequence[bool], source_blocks: Sequence[int], dest_blocks: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Yield [start, stop) of wanted blocks that lie one after the other on both sides."""
@@ -124,10 +134,17 @@ class PoolServer:
     """Hands the pool's descriptor to peers of the same user, then carries their messages."""
 
     def __init__(
-        self, runtime_dir: Path, memory: KvPoolMemory, incarnation: int, max_peers: int
+        self,
+        runtime_dir: Path,
+        memory: KvPoolMemory,
+        incarnation: int,
+        max_peers: int,
+        export: Callable[[], bytes] | None = None,
     ) -> None:
+        """Listen; `export` makes what opens the pool's other half, on a device, for one peer."""
         if memory.fd is None:
             raise HandoverError("this pool has no memfd")
+        self._export = export
         self.path = str(runtime_dir / f"kv-{incarnation:016x}.sock")
         if len(self.path.encode()) > _MAX_PATH_BYTES:
             raise ConfigError("runtime_dir: its path is too long for a Unix socket")
@@ -258,7 +275,11 @@ class PoolServer:
         layout = self._memory.layout
         reply = _REPLY.pack(_MAGIC, self._incarnation, self._memory.num_blocks, layout.block_bytes)
         try:
-            socket.send_fds(connection, [reply], [fd])
+            handle = self._export() if self._export is not None else b""
+            socket.send_fds(connection, [reply + handle], [fd])
+        except DeviceError as error:
+            log.warning("transfer.export_failed", reason=str(error))
+            return False
         except OSError:
             return False  # it hung up
         return True
@@ -292,12 +313,14 @@ class ExpectedPool:
     num_blocks: int
     nonce: bytes
     layout: KvLayout
+    is_on_device: bool = False  # what is handed over has a half that only a device can read
 
 
 class PoolClient:
     """Asks for a peer's pool; the connection then carries messages, and shows the peer's life."""
 
     def __init__(self, path: str, base: bytes) -> None:
+        self.device_handle = b""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._socket.connect(path)
@@ -318,15 +341,21 @@ class PoolClient:
         return self._socket.fileno()
 
     def receive(self, expected: ExpectedPool) -> KvPoolMemory | None:
-        """Take the pool if it has come, and check that it is the one of the ZMQ peer."""
+        """Take the pool if it has come, and check that it is the one of the ZMQ peer.
+
+        What opens its half on a device is in `device_handle` then.
+        """
         try:
             packet, fds, _, _ = socket.recv_fds(self._socket, _MAX_PACKET, 1)
         except BlockingIOError:
             return None
         except OSError as error:
             raise HandoverError("hung up") from error
+        self.device_handle = packet[_REPLY.size :]
         try:
-            return _attach(packet, fds, expected)
+            if self.device_handle and not expected.is_on_device:
+                raise HandoverError("a pool of another kind than was agreed")
+            return _attach(packet[: _REPLY.size], fds, expected)
         finally:
             for fd in fds:
                 os.close(fd)

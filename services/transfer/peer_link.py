@@ -11,6 +11,8 @@ from services.kv.memory import KvPoolMemory
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
+from services.transfer.cuda_ipc_plane import device_copier
+from services.transfer.device import Device, DeviceError
 from services.transfer.doorbell import Doorbell, HungUp, fits
 from services.transfer.fault_plane import open_bell, open_dealer
 from services.transfer.handshake import (
@@ -21,9 +23,9 @@ from services.transfer.handshake import (
     read_incompatible,
     read_welcome,
 )
-from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
+from services.transfer.memfd_plane import CopyBlocks, ExpectedPool, HandoverError, PoolClient
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
-from services.transfer.planes import POOL_FD_PLANES, SENT_PLANES
+from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
@@ -67,6 +69,8 @@ class PeerLink:
         self.plane = ""
         self.agreed_plane = ""  # the best one of this connection; `plane` is the one in use
         self.pool: KvPoolMemory | None = None
+        self.copy: CopyBlocks | None = None  # on cuda_ipc: the blocks of `pool` are on a device
+        self.device: Device | None = None
         self.layout: KvLayout = end.layout  # of the peer's pool, known once the link is up
         self.failure: LinkFailure | None = None
         self.last_heard = now
@@ -161,14 +165,25 @@ class PeerLink:
             self._welcome.num_blocks,
             self._welcome.nonce,
             self.layout,
+            is_on_device=self._welcome.plane == "cuda_ipc",
         )
         try:
-            self.pool = client.receive(expected)
-        except HandoverError as error:
+            pool = client.receive(expected)
+            if pool is None:
+                return
+            if expected.is_on_device:
+                self.copy = self._open_device(client.device_handle, pool)
+        except (HandoverError, DeviceError) as error:
             self._fall_back(str(error))
             return
-        if self.pool is not None:
-            self._up(self._welcome.plane)
+        self.pool = pool
+        self._up(self._welcome.plane)
+
+    def _open_device(self, handle: bytes, pool: KvPoolMemory) -> CopyBlocks:
+        if self.device is None:
+            raise DeviceError("this worker has no device")
+        blocks = self.device.open_pool(handle, pool.num_blocks, pool.layout.block_bytes)
+        return device_copier(blocks)
 
     def on_time(self, now: float) -> None:
         """Give up on a handshake that takes too long."""
@@ -191,7 +206,7 @@ class PeerLink:
         welcome = read_welcome(self._end, message.body)
         self._welcome = welcome
         self.layout, self.agreed_plane = welcome.layout, welcome.plane
-        if welcome.plane not in POOL_FD_PLANES:
+        if welcome.plane not in HANDED_PLANES:
             self._up(welcome.plane)
             return
         base = peer_base(self._end.worker_id, self._end.incarnation)

@@ -8,5 +8,6 @@ DEFAULT_PLANES = ("memfd", "zmq")
 # Decode reads the peer's memory under the blocks' generations: it copies, or, on attach, does not.
 MAPPED_PLANES = frozenset({"attach", "memfd", "cuda_ipc"})
 POOL_FD_PLANES = frozenset({"attach", "memfd"})  # the pool's descriptor is handed over
+HANDED_PLANES = POOL_FD_PLANES | {"cuda_ipc"}  # over the pool's socket, which then is a doorbell
 SENT_PLANES = frozenset({"nccl", "zmq"})  # prefill sends frames as far as credit allows
 FAULT_PLANE = "fault"  # of tests: wraps whichever of the others is agreed; never negotiated

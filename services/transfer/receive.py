@@ -14,6 +14,7 @@ from services.pb import transfer_pb2 as pb
 from services.transfer import codec, receiver
 from services.transfer.api import TransferStats
 from services.transfer.conversion import Conversion
+from services.transfer.memfd_plane import CopyBlocks
 from services.transfer.peer_link import PeerLink
 from services.transfer.placement import Placement
 from services.transfer.receiver import ReceiverAction, ReceiverState, ReceiverTransfer
@@ -55,6 +56,7 @@ class Receive:
     placement: Placement
     link: PeerLink | None = None
     pool: KvPoolMemory | None = None  # the peer's, where it is mapped
+    copy: CopyBlocks | None = None  # out of it, where that takes more than reading
     pool_id: int = 0  # what block tables call it while this receive may attach blocks of it
     plane: str = ""
     conversion: Conversion | None = None  # None = blocks come as ours are

@@ -21,7 +21,7 @@ from enum import Enum, IntEnum
 import numpy as np
 
 from services.common.ids import BlockId
-from services.transfer.planes import MAPPED_PLANES, SENT_PLANES
+from services.transfer.planes import MAPPED_PLANES, POOL_FD_PLANES, SENT_PLANES
 from services.transfer.values import FinalArgs, ReadyArgs, RejectCode, U64Array
 
 
@@ -734,7 +734,7 @@ class ReceiverTransfer:
     def _can_finish_alone(self) -> bool:
         # A refused block waits for its owner's word and is not queued: that word will not come.
         is_known = self.final is not None and len(self._pull_queue) == self._num_missing
-        return self.plane in MAPPED_PLANES and is_known and self.state in _OPENED
+        return self.plane in POOL_FD_PLANES and is_known and self.state in _OPENED
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant is broken."""

@@ -106,7 +106,9 @@ class TransferSink:
         self._receives = ReceiveTable()
         self._intake = Intake(parts, self.counters, self._receives, self._apply)
         end = self._attachments.end_of(parts.local_end())
-        link_parts = LinkParts(self._context, end, config, keys, self._poller, self._timers, clock)
+        link_parts = LinkParts(
+            self._context, end, config, keys, self._poller, self._timers, clock, parts.device
+        )
         self._links = LinkTable(link_parts, self)
         shared = SinkParts(
             self.counters, self._receives, self._inbox, self._timers, self._intake, self._apply
@@ -450,6 +452,10 @@ class TransferSink:
         now = self._clock.now()
         for receive in self._receives.of_peer(target):
             self._apply(receive, receive.machine.on_peer_lost(is_dead, now))
+
+    def on_plane_fallback(self, link: PeerLink) -> None:
+        """A connection is up, but over a lesser plane than was agreed."""
+        self.counters.plane_fallbacks += 1
 
     def on_link_closed(self, link: PeerLink) -> None:
         """A connection is closed."""

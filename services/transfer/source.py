@@ -35,7 +35,7 @@ from services.transfer.offer_table import OfferTable
 from services.transfer.offered import Offered, SendAction
 from services.transfer.pairing import AS_STORED, Unservable, requested
 from services.transfer.peer_table import Mutes, PeerTable
-from services.transfer.planes import POOL_FD_PLANES, SENT_PLANES
+from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.sender import DataOut, SenderAction, SenderPolicy, SenderTransfer
 from services.transfer.source_groups import FramesOut, SourceGroups
 from services.transfer.ticket import Ticket, TicketError, TicketSigner, read_unverified
@@ -102,6 +102,9 @@ class TransferSource:
         self._end = replace(parts.local_end(), num_blocks=parts.memory.num_blocks)
         if not (is_loopback(listen.host) or config.allow_plaintext_kv):
             self._end = replace(self._end, group_backend="")  # groups are not encrypted
+        self._export: Callable[[], bytes] | None = None
+        if parts.device is not None and parts.device.kind == "cuda":
+            self._export = parts.device.export_pool
         self._groups = SourceGroups(
             parts, listen.host, self._inbox, self._send, self._has_open_on_group
         )
@@ -132,7 +135,7 @@ class TransferSource:
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())
         self._poller.add(port)
-        if any(plane in POOL_FD_PLANES for plane in self._end.planes):
+        if any(plane in HANDED_PLANES for plane in self._end.planes):
             self._start_pool_server()
         self._thread = threading.Thread(target=self._run, name="transfer-source", daemon=True)
         self._thread.start()
@@ -326,10 +329,12 @@ class TransferSource:
         memory, runtime_dir = self._memory, self._listen.runtime_dir
         try:
             runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            server = PoolServer(runtime_dir, memory, self._incarnation, self._config.max_peers)
+            server = PoolServer(
+                runtime_dir, memory, self._incarnation, self._config.max_peers, self._export
+            )
         except HandoverError as error:
             log.warning("transfer.memfd_unavailable", reason=str(error))
-            planes = tuple(plane for plane in self._end.planes if plane not in POOL_FD_PLANES)
+            planes = tuple(plane for plane in self._end.planes if plane not in HANDED_PLANES)
             self._end = replace(self._end, planes=planes)
             return
         self._pool_server = server

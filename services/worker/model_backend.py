@@ -44,4 +44,5 @@ class ModelBackend:
     ) -> tuple[BlockContent, Executor]:
         """Compute over this pool from now on."""
         store = KvStore(memory, self._model.device)
+        self.device.use_pool(store.kv_pool)
         return store, Runner(self._model, store, manifest.eos_token_ids)

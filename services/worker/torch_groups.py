@@ -16,8 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from services.transfer.device import Group, GroupError, GroupSpec, HostBytes, Pending
+from services.transfer.device import (
+    DeviceError,
+    Group,
+    GroupError,
+    GroupSpec,
+    HostBytes,
+    PeerBlocks,
+    Pending,
+)
 from services.transfer.pair_store import PairStore, StoreClosed
+from services.worker.torch_ipc import IpcBlocks, export_storage
 
 _NUM_RANKS = 2
 _BATCH_TAG, _ABORT_TAG = 0, 1
@@ -30,6 +39,7 @@ class TorchDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pool: Tensor | None = None
         if device.type == "cuda":
             # Without this the first error of any group ends the process; ours are aborted by
             # their guards. Read when a group is made.
@@ -46,6 +56,22 @@ class TorchDevice:
         if self._device.type == "cuda":
             return "nccl" if dist.is_available() and dist.is_nccl_available() else ""
         return "gloo" if dist.is_available() and dist.is_gloo_available() else ""
+
+    def use_pool(self, pool: Tensor) -> None:
+        """Take the tensor the model computes on."""
+        self._pool = pool
+
+    def export_pool(self) -> bytes:
+        """Return the IPC handle of our pool (transfer.device.Device)."""
+        if self._pool is None:
+            raise DeviceError("there is no pool yet")
+        return export_storage(self._pool)
+
+    def open_pool(self, handle: bytes, num_blocks: int, block_bytes: int) -> PeerBlocks:
+        """Open a peer's pool (transfer.device.Device)."""
+        if self._device.type != "cuda":
+            raise DeviceError("this worker has no CUDA device")
+        return IpcBlocks(handle, num_blocks, block_bytes, self._device)
 
     def make_group(self, spec: GroupSpec, store: PairStore) -> Group:
         """Build a group (transfer.device.Device)."""

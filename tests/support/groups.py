@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.transfer.device import Group, GroupError, GroupSpec, HostBytes, Pending
+from services.transfer.device import (
+    DeviceError,
+    Group,
+    GroupError,
+    GroupSpec,
+    HostBytes,
+    PeerBlocks,
+    Pending,
+)
 from services.transfer.pair_store import PairStore
 from services.worker.torch_groups import TorchDevice
 
@@ -40,6 +48,14 @@ class GatedDevice:
     aborts: list[str] = field(default_factory=list)
     kind: str = "cpu"
     group_backend: str = "gloo"
+
+    def export_pool(self) -> bytes:
+        """This device is a CPU."""
+        raise DeviceError("no pool to export")
+
+    def open_pool(self, handle: bytes, num_blocks: int, block_bytes: int) -> PeerBlocks:
+        """This device is a CPU."""
+        raise DeviceError("no pool to open")
 
     def make_group(self, spec: GroupSpec, store: PairStore) -> Group:
         """Build a real group."""

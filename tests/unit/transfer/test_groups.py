@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from services.common.clock import SystemClock
-from services.transfer.device import DECODE_RANK, GroupError, GroupSpec, HostBytes
+from services.transfer.device import DECODE_RANK, GroupError, GroupSpec, HostBytes, PeerBlocks
 from services.transfer.group_runner import Batch, GroupRunner, RunnerParts
 from services.transfer.group_table import GroupTable, group_name
 from services.transfer.pair_store import MAX_ENTRIES, MAX_VALUE_BYTES, PairStore, StoreClosed
@@ -117,6 +117,12 @@ class FakeDevice:
 
     def __init__(self, group: FakeGroup | None) -> None:
         self._group = group
+
+    def export_pool(self) -> bytes:
+        raise AssertionError("not asked for")
+
+    def open_pool(self, handle: bytes, num_blocks: int, block_bytes: int) -> PeerBlocks:
+        raise AssertionError("not asked for")
 
     def make_group(self, spec: GroupSpec, store: PairStore) -> FakeGroup:
         if self._group is None:

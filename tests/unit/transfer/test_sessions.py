@@ -234,6 +234,13 @@ def test_mapped_pool_is_read_to_its_end_after_its_owner_died() -> None:
     assert [type(a) for a in actions] == [rx.Deliver, rx.Forget]
 
 
+def test_memory_on_a_device_does_not_outlive_its_owner() -> None:
+    machine = _pulling(plane="cuda_ipc")
+    machine.on_ready(_ready(0, 2), 0.4)
+    machine.on_final(_final(), 0.5)
+    assert [type(a) for a in machine.on_peer_lost(True, 0.6)] == [rx.Fail, rx.Forget]
+
+
 def test_a_dead_owner_before_final_fails_at_once() -> None:
     machine = _pulling(plane="memfd")
     machine.on_ready(_ready(0, 2), 0.4)
