@@ -1,4 +1,4 @@
-"""`isthmus key`: API keys of the front doors."""
+"""`isthmus key`: API keys of the front doors, and the keys workers know each other by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import typer
 from services.cli import exits, settings
 from services.cli.router_options import KEY_VARIABLE
 
-app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(help="Make, list and revoke API keys; rotate keys.", no_args_is_help=True)
+cluster = typer.Typer(
+    help="CURVE keys of the KV connections: make a ring, then add, promote, retire.",
+    no_args_is_help=True,
+)
+app.add_typer(cluster, name="cluster")
 
 KeysFile = Annotated[
     Path | None, typer.Option("--file", help="Keys file; default: auth.keys_file.")
@@ -65,6 +70,77 @@ def revoke(
         return exits.OK
     typer.echo(f"isthmus: no key with id {key_id}", err=True)
     return exits.FAILED
+
+
+RingFile = Annotated[
+    Path | None, typer.Option("--file", help="Key ring; default: transfer.curve_key_file.")
+]
+
+
+@cluster.command("new")
+def cluster_new(file: RingFile = None, config: ConfigFile = None) -> int:
+    """Make a ring of one new key; never over a file that is there."""
+    from services.common.errors import ConfigError
+    from services.transfer.key_ring import KeyRing, make_keys, write_ring
+
+    path = _ring_path(file, config)
+    if path.exists():
+        raise ConfigError(f"{path} is there: `isthmus key cluster add` begins a rotation")
+    write_ring(path, KeyRing((make_keys(),)))
+    return _show(path)
+
+
+@cluster.command("add")
+def cluster_add(file: RingFile = None, config: ConfigFile = None) -> int:
+    """Step 1: add a new key, which every worker then accepts; the old one stays in use."""
+    return _step("added", file, config)
+
+
+@cluster.command("promote")
+def cluster_promote(file: RingFile = None, config: ConfigFile = None) -> int:
+    """Step 2: put the other key in use, once every worker has the file of step 1."""
+    return _step("promoted", file, config)
+
+
+@cluster.command("retire")
+def cluster_retire(file: RingFile = None, config: ConfigFile = None) -> int:
+    """Step 3: drop the key that is not in use, once every worker has the file of step 2."""
+    return _step("retired", file, config)
+
+
+@cluster.command("list")
+def cluster_list(file: RingFile = None, config: ConfigFile = None) -> int:
+    """List the keys of the ring by the beginning of their public part."""
+    return _show(_ring_path(file, config))
+
+
+def _step(name: str, file: Path | None, config: Path | None) -> int:
+    from services.transfer.key_ring import KeyRing, make_keys, read_ring, write_ring
+
+    path = _ring_path(file, config)
+    ring = read_ring(path)
+    steps = {"promoted": KeyRing.promoted, "retired": KeyRing.retired}
+    write_ring(path, ring.added(make_keys()) if name == "added" else steps[name](ring))
+    return _show(path)
+
+
+def _show(path: Path) -> int:
+    from services.transfer.key_ring import key_id, read_ring
+
+    for i, key in enumerate(read_ring(path).keys):
+        typer.echo(f"{key_id(key.public)}  {'in use' if i == 0 else 'accepted'}")
+    return exits.OK
+
+
+def _ring_path(file: Path | None, config: Path | None) -> Path:
+    from services.common.errors import ConfigError
+
+    if file is not None:
+        return file
+    configured = settings.load(config, {}).transfer.curve_key_file
+    if not configured:
+        raise ConfigError("no key ring: give --file or set transfer.curve_key_file")
+    return Path(configured)
 
 
 def _path(file: Path | None, config: Path | None) -> Path:

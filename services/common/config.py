@@ -159,7 +159,7 @@ class TransferSettings(Section):
     )
     max_open: int = setting(256, "transfers open at once per side", unit="transfers", gt=0)
     curve_key_file: str = setting(
-        "", "CURVE key pair shared by the workers of one cluster, a file", public=True
+        "", "CURVE key ring of the cluster, a file; reread when it changes", public=True
     )
     allow_plaintext_kv: bool = setting(
         False, "let KV cross other hosts' networks without encryption"

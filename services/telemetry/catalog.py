@@ -206,7 +206,9 @@ TRANSFER_FAULTS = Counter(
     "events",
     "Faults on KV connections that were repaired or dropped: resent_block (send), gap, "
     "discarded_frame and plane_fallback (receive), bad_frame (both), muted_frame and "
-    "incompatible (send).",
+    "incompatible (send). Peers turned away for their keys: key_retired, key_unknown, "
+    "key_handshake (send), key_refused (receive). A changed key file that cannot be used: "
+    "key_file (both).",
     ("side", "kind"),
 )
 LEASE_RENEWALS = Counter(

@@ -48,7 +48,7 @@ class TransferConfig:
     group_retry_s: float = 30.0  # after an abort the pair stays on another plane this long
     group_slots: int = 4  # staging slots of a group, at each end
     max_bad_frames: int = 16  # then the peer's frames are dropped unread for a minute
-    curve_key_file: str | None = None  # key pair shared by the workers of one cluster
+    curve_key_file: str | None = None  # key ring shared by the workers of one cluster
     allow_plaintext_kv: bool = False  # plaintext beyond loopback
     fault_deck: FaultDeck | None = None  # of tests only, with "fault" among the planes
 

@@ -21,6 +21,13 @@ class SourceCounters:
     asked_back: int = 0  # times a reader in place was asked to move
     unpinned: int = 0  # blocks given back before their transfer's end
 
+    key_refusals: dict[str, int] = field(default_factory=dict)  # peers turned away, by reason
+    key_file_errors: int = 0  # changes of the key file that could not be used
+
+    def note_key_refusal(self, reason: str, count: int) -> None:
+        """Count peers that were turned away for their keys."""
+        self.key_refusals[reason] = self.key_refusals.get(reason, 0) + count
+
     def note_released(self, outcome: str) -> None:
         """Count one end of an offer."""
         self.released[outcome] = self.released.get(outcome, 0) + 1
@@ -45,6 +52,8 @@ class SinkCounters:
     gaps: int = 0
     plane_fallbacks: int = 0  # connections that went on over a lesser plane than was agreed
     discarded_frames: int = 0
+    key_refused: int = 0  # connections that no key of ours opened
+    key_file_errors: int = 0  # changes of the key file that could not be used
 
     def note_released(self, code: str) -> None:
         """Count one receive that ended without KV."""

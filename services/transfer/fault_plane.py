@@ -24,9 +24,14 @@ from services.transfer import fault_script as faults
 from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp
 from services.transfer.fault_script import FaultDice
+<<<<<<< HEAD
 from services.transfer.memfd_plane import CopyBlocks, pull_blocks
+=======
+from services.transfer.key_ring import LinkKeys
+from services.transfer.memfd_plane import pull_blocks
+>>>>>>> 6f25469 (Rotate CURVE keys from a ring that is reread, under load)
 from services.transfer.wire import HEADER_BYTES, Message, WireError, decode, decode_first
-from services.transfer.zmq_plane import Block, CurveKeys, DealerLink, SinkContext
+from services.transfer.zmq_plane import Block, DealerLink, SinkContext
 
 _MAX_FRAMES = 2 + 256
 _MAX_HELD = 4096  # messages that wait for their time; what comes on top is lost
@@ -38,7 +43,7 @@ def open_dealer(
     base: bytes,
     channel: bytes,
     config: TransferConfig,
-    keys: CurveKeys | None,
+    keys: LinkKeys | None,
     max_frame_bytes: int = 0,
 ) -> DealerLink:
     """Connect to a source; with a script in the configuration, through its faults."""
@@ -69,7 +74,7 @@ class FaultyDealer(DealerLink):
         base: bytes,
         channel: bytes,
         config: TransferConfig,
-        keys: CurveKeys | None,
+        keys: LinkKeys | None,
         max_frame_bytes: int = 0,
     ) -> None:
         deck = config.fault_deck

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +13,12 @@ from services.telemetry.logs import get_logger
 from services.transfer.config import TransferConfig
 from services.transfer.device import Device
 from services.transfer.handshake import LocalEnd
+from services.transfer.key_ring import KeyWatch
 from services.transfer.loop import Timers
 from services.transfer.peer_link import LinkState, PeerLink
 from services.transfer.receive import Receive
 from services.transfer.renewer import Target
-from services.transfer.zmq_plane import CurveKeys, Poller, SinkContext
+from services.transfer.zmq_plane import Poller, SinkContext
 
 log = get_logger(__name__)
 
@@ -32,8 +34,8 @@ class LinkOwner(Protocol):
         """There will be no connection."""
         ...
 
-    def on_peer_lost(self, target: Target, *, is_dead: bool) -> None:
-        """An established connection is gone."""
+    def on_peer_lost(self, target: Target, *, is_dead: bool, is_planned: bool = False) -> None:
+        """An established connection is gone; `is_planned` if we cut it to make another."""
         ...
 
     def is_in_use(self, target: Target) -> bool:
@@ -56,7 +58,7 @@ class LinkParts:
     context: SinkContext
     end: LocalEnd
     config: TransferConfig
-    keys: CurveKeys | None
+    keys: KeyWatch | None
     poller: Poller
     timers: Timers
     clock: Clock
@@ -117,13 +119,26 @@ class LinkTable:
             for receive in self._waiting.pop(link.target):
                 self._connected(receive, link)
 
-    def drop(self, link: PeerLink, *, is_dead: bool) -> None:
+    def redial(self, link: PeerLink, why: str) -> bool:
+        """Try other keys on a connection that never came up; False if it is to be dropped."""
+        if not link.redial(why, self._parts.clock.now()):
+            return False
+        self._parts.timers.at_latest(link, link.next_due())
+        return True
+
+    def cut(self, publics: Collection[bytes]) -> None:
+        """Make the connections anew that rest on one of these keys."""
+        for link in self.all():
+            if link.uses(publics):
+                self.drop(link, is_dead=False, is_planned=True)
+
+    def drop(self, link: PeerLink, *, is_dead: bool, is_planned: bool = False) -> None:
         """Close a connection that broke."""
         if self._links.get(link.target) is not link:
             return
         self._remove(link)
         self._fail_waiting(link, "handoff_failed", "the connection to the prefill worker broke")
-        self._owner.on_peer_lost(link.target, is_dead=is_dead)
+        self._owner.on_peer_lost(link.target, is_dead=is_dead, is_planned=is_planned)
 
     def check(self, link: PeerLink, now: float) -> None:
         """Do what is due: give up on a handshake, drop a peer that is silent."""
@@ -132,6 +147,8 @@ class LinkTable:
         link.on_time(now)
         self.settle(link)
         if link.state is not LinkState.UP:
+            if self._links.get(link.target) is link:
+                self._parts.timers.at_latest(link, link.next_due())
             return
         if not self._owner.is_in_use(link.target):
             link.last_heard = now  # nobody pings an idle peer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -23,13 +25,18 @@ from services.transfer.handshake import (
     read_incompatible,
     read_welcome,
 )
+<<<<<<< HEAD
 from services.transfer.memfd_plane import CopyBlocks, ExpectedPool, HandoverError, PoolClient
+=======
+from services.transfer.key_ring import Dialler, KeyWatch, LinkKeys
+from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
+>>>>>>> 6f25469 (Rotate CURVE keys from a ring that is reread, under load)
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
 from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import MAIN, CurveKeys, Poller, SinkContext, peer_base
+from services.transfer.zmq_plane import KEY_TROUBLE, MAIN, Poller, SinkContext, peer_base
 
 log = get_logger(__name__)
 
@@ -60,7 +67,7 @@ class PeerLink:
         target: Target,
         end: LocalEnd,
         config: TransferConfig,
-        keys: CurveKeys | None,
+        keys: KeyWatch | None,
         poller: Poller,
         now: float,
     ) -> None:
@@ -73,6 +80,7 @@ class PeerLink:
         self.device: Device | None = None
         self.layout: KvLayout = end.layout  # of the peer's pool, known once the link is up
         self.failure: LinkFailure | None = None
+        self.is_refused = False  # for our keys
         self.last_heard = now
         self.last_data = 0.0
         self.deadline = now + config.connect_timeout_s
@@ -82,15 +90,54 @@ class PeerLink:
         self._poller = poller
         self._client: PoolClient | None = None
         self._welcome: Welcome | None = None
-        base = peer_base(end.worker_id, end.incarnation)
-        limit = max_frame_bytes(end.layout)
-        self.dealer = open_dealer(context, target.endpoint, base, MAIN, config, keys, limit)
-        poller.add(self.dealer)
-        self.dealer.send(MessageType.HELLO, hello_body(end))
+        self._context = context
+        self._config = config
+        self._keys = keys
+        self._dialler: Dialler | None = None
+        self.link_keys: LinkKeys | None = None
+        self._dial_at: float | None = None
+        if keys is not None:
+            self._dialler = Dialler(partial(keys.candidates, target.endpoint))
+            self.link_keys, _ = self._dialler.next()
+        self._dial()
+
+    def _dial(self) -> None:
+        base = peer_base(self._end.worker_id, self._end.incarnation)
+        limit = max_frame_bytes(self._end.layout)
+        endpoint, keys = self.target.endpoint, self.link_keys
+        self.dealer = open_dealer(self._context, endpoint, base, MAIN, self._config, keys, limit)
+        self._poller.add(self.dealer)
+        self._is_dialled, self._dial_at = True, None
+        self.dealer.send(MessageType.HELLO, hello_body(self._end))
+
+    def redial(self, why: str, now: float) -> bool:
+        """Try the next keys after a connection that never came up; False when there are none."""
+        if self._dialler is None or self.state is not LinkState.GREETING:
+            return False
+        self._hang_up()
+        self.link_keys, wait_s = self._dialler.next()
+        if self.link_keys is None or now + wait_s >= self.deadline:
+            self.is_refused = why in KEY_TROUBLE
+            message = "the prefill worker admits no key of ours" if self.is_refused else why
+            self._fail("handoff_failed", message)
+            return False
+        self._dial_at = now + wait_s
+        if wait_s == 0:
+            self._dial()
+        return True
+
+    def next_due(self) -> float:
+        """When `on_time` has something to do before the link is up."""
+        return self.deadline if self._dial_at is None else min(self._dial_at, self.deadline)
+
+    def uses(self, publics: Collection[bytes]) -> bool:
+        """Tell whether the connection was made with one of these keys."""
+        keys = self.link_keys
+        return keys is not None and (keys.own.public in publics or keys.server in publics)
 
     def send(self, kind: MessageType, body: bytes, xfer_id: int, attempt: int) -> None:
         """Send a message of a transfer while the connection stands."""
-        if self.state is LinkState.DOWN:
+        if self.state is LinkState.DOWN or not self._is_dialled:
             return
         bell = self.bell
         if bell is None or not fits(body):
@@ -186,7 +233,9 @@ class PeerLink:
         return device_copier(blocks)
 
     def on_time(self, now: float) -> None:
-        """Give up on a handshake that takes too long."""
+        """Dial again when it is time, and give up on a handshake that takes too long."""
+        if self._dial_at is not None and self._dial_at <= now < self.deadline:
+            self._dial()
         if self.state is LinkState.ATTACHING and now >= self.deadline:
             self._fall_back("no answer on the pool's socket")
         elif self.state is LinkState.GREETING and now >= self.deadline:
@@ -196,13 +245,20 @@ class PeerLink:
         """Close both sockets; a mapping lives as long as someone still reads it."""
         self.state = LinkState.DOWN
         self._close_client()
-        self._poller.remove(self.dealer)
-        self.dealer.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._is_dialled:  # else there is no connection between two tries
+            self._is_dialled = False
+            self._poller.remove(self.dealer)
+            self.dealer.close()
 
     def _on_welcome(self, message: Message, now: float) -> None:
         if message.header.incarnation != self.target.incarnation:
             self._fail("handoff_failed", "the prefill worker has restarted since the ticket")
             return
+        if self._keys is not None and self.link_keys is not None:
+            self._keys.note_worked(self.target.endpoint, self.link_keys.server)
         welcome = read_welcome(self._end, message.body)
         self._welcome = welcome
         self.layout, self.agreed_plane = welcome.layout, welcome.plane

@@ -394,7 +394,9 @@ class ReceiverTransfer:
         self._peer_gone = True
         return self._fail("handoff_failed", "the prefill worker took the offer back", True)
 
-    def on_peer_lost(self, is_dead: bool, now: float) -> list[ReceiverAction]:
+    def on_peer_lost(
+        self, is_dead: bool, now: float, *, is_planned: bool = False
+    ) -> list[ReceiverAction]:
         """Reconnect once, or fail; a mapping outlives its owner, so a known end is finished."""
         if self.state in (ReceiverState.DONE, ReceiverState.ABORTING):
             return self._forget()
@@ -406,10 +408,10 @@ class ReceiverTransfer:
         if self._can_finish_alone():
             self._peer_gone = True
             return [WorkReady()]
-        if is_dead or self._num_reconnects >= self._policy.max_reconnects:
+        if is_dead or (not is_planned and self._num_reconnects >= self._policy.max_reconnects):
             self._peer_gone = True
             return self._fail("handoff_failed", "the prefill worker is gone", True)
-        self._num_reconnects += 1
+        self._num_reconnects += not is_planned  # a cut of our own says nothing about the peer
         self.state = ReceiverState.CONNECTING
         self._is_open_there = False
         self._phase_deadline = now + self._policy.connect_timeout_s

@@ -17,9 +17,10 @@ from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.config import TransferConfig
 from services.transfer.fault_plane import open_dealer
+from services.transfer.key_ring import KeyWatch
 from services.transfer.loop import Inbox
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import RENEW, CurveKeys, DealerLink, Poller, SinkContext
+from services.transfer.zmq_plane import RENEW, DealerLink, Poller, SinkContext
 
 log = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class _Watch:
     target: Target
     xfer_ids: frozenset[int] = frozenset()
     link: DealerLink | None = None
+    num_dials: int = 0  # without an answer
     asked: deque[frozenset[int]] = field(default_factory=lambda: deque(maxlen=_MAX_ASKED))
 
 
@@ -57,7 +59,7 @@ class LeaseRenewer:
         base: bytes,
         clock: Clock,
         config: TransferConfig,
-        keys: CurveKeys | None,
+        keys: KeyWatch | None,
         on_heard: Heard,
         on_renewed: Renewed,
     ) -> None:
@@ -149,9 +151,12 @@ class LeaseRenewer:
         if watch.link is not None and watch.link.broken() is None:
             return watch.link
         self._close(watch)
-        watch.link = open_dealer(
-            self._context, watch.target.endpoint, self._base, RENEW, self._config, self._keys
-        )
+        endpoint, keys = watch.target.endpoint, None
+        if self._keys is not None:
+            candidates = self._keys.candidates(endpoint)
+            keys = candidates[watch.num_dials % len(candidates)]
+        watch.num_dials += 1
+        watch.link = open_dealer(self._context, endpoint, self._base, RENEW, self._config, keys)
         watch.asked.clear()
         self._poller.add(watch.link)
         return watch.link
@@ -178,6 +183,7 @@ class LeaseRenewer:
         header = message.header
         if header.incarnation != watch.target.incarnation:
             return  # another life at the same address: silence lets the sink's timer decide
+        watch.num_dials = 0
         self._on_heard(watch.target, self._clock.now())
         if header.type is MessageType.RENEWED and watch.asked:
             asked = watch.asked.popleft()

@@ -30,6 +30,7 @@ from services.transfer.cover import Shard, cover_fault
 from services.transfer.doorbell import HungUp
 from services.transfer.end_parts import EndParts
 from services.transfer.intake import Intake
+from services.transfer.key_ring import KeyWatch
 from services.transfer.link_table import LinkParts, LinkTable
 from services.transfer.loop import Inbox, Timers
 from services.transfer.pairing import AS_STORED, expected_form, wire_layout
@@ -46,7 +47,6 @@ from services.transfer.wire import GROUP_MESSAGES, Message, MessageType, WireErr
 from services.transfer.zmq_plane import (
     Poller,
     check_host,
-    load_curve_keys,
     new_context,
     peer_base,
     split_endpoint,
@@ -101,7 +101,7 @@ class TransferSink:
         self._stop_deadline: float | None = None
         self._has_backlog = False
         self._thread: threading.Thread | None = None
-        keys = load_curve_keys(config)
+        self._keys = keys = KeyWatch.open(config.curve_key_file, clock.now())
         base = peer_base(parts.worker_id, parts.incarnation)
         self._receives = ReceiveTable()
         self._intake = Intake(parts, self.counters, self._receives, self._apply)
@@ -252,6 +252,7 @@ class TransferSink:
             if link.is_readable(readable):
                 self._read_link(link)
             self._links.settle(link)
+        self._watch_keys()
         self._run_timers()
         self._intake.grant_credit()
         self._flush_links()  # copying takes a while
@@ -263,6 +264,14 @@ class TransferSink:
         self._has_backlog = False
         for link in self._links.all():
             self._has_backlog |= link.flush()
+
+    def _watch_keys(self) -> None:
+        if self._keys is None:
+            return
+        change = self._keys.poll(self._clock.now())
+        self.counters.key_file_errors = self._keys.file_errors
+        if change is not None and change.ended:
+            self._links.cut(change.ended)
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:
@@ -447,11 +456,11 @@ class TransferSink:
         """There will be no connection."""
         self._apply(receive, receive.machine.on_connect_failed(code, message))
 
-    def on_peer_lost(self, target: Target, *, is_dead: bool) -> None:
-        """An established connection is gone."""
+    def on_peer_lost(self, target: Target, *, is_dead: bool, is_planned: bool = False) -> None:
+        """An established connection is gone; `is_planned` if we cut it to make another."""
         now = self._clock.now()
         for receive in self._receives.of_peer(target):
-            self._apply(receive, receive.machine.on_peer_lost(is_dead, now))
+            self._apply(receive, receive.machine.on_peer_lost(is_dead, now, is_planned=is_planned))
 
     def on_plane_fallback(self, link: PeerLink) -> None:
         """A connection is up, but over a lesser plane than was agreed."""
@@ -496,6 +505,10 @@ class TransferSink:
         why = link.dealer.broken()
         if why is not None:
             log.info("transfer.link_broken", peer=link.target.worker_id, reason=why)
+            if self._links.redial(link, why):
+                return
+            self.counters.key_refused += link.is_refused
+            self._links.settle(link)
             self._links.drop(link, is_dead=False)
 
     def _read_client(self, link: PeerLink) -> None:

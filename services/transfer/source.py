@@ -29,6 +29,7 @@ from services.transfer.data_pump import DataPump
 from services.transfer.doorbell import HungUp
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.handshake import answer_hello
+from services.transfer.key_ring import KeyWatch
 from services.transfer.loop import Inbox, Timers
 from services.transfer.memfd_plane import HandoverError, PoolPeerLost, PoolServer
 from services.transfer.offer_table import OfferTable
@@ -47,7 +48,6 @@ from services.transfer.zmq_plane import (
     RouterPort,
     check_host,
     is_loopback,
-    load_curve_keys,
     parse_route,
     worker_id_of,
 )
@@ -58,6 +58,8 @@ _MESSAGES_A_TURN = 64
 _IDLE_WAIT_S = 0.5
 _GROUPS_STOP_S = 1.0
 _EARLY_S = 0.001  # the thread need not be woken for a deadline that is this much earlier
+_REBIND_POLL_S = 0.005
+_UNBOUND_ALARM_S = 5.0
 _FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
 _POINT_AFTER: dict[type[SenderAction], str] = {
     sender.SendOpened: "after_open",
@@ -82,7 +84,7 @@ class TransferSource:
         self._clock = parts.clock
         self._faults = parts.faults
         self._config = config
-        self._keys = load_curve_keys(config)
+        self._keys = KeyWatch.open(config.curve_key_file, parts.clock.now())
         self._signer = TicketSigner()
         self._policy = SenderPolicy(
             block_bytes=parts.layout.block_bytes,
@@ -116,6 +118,7 @@ class TransferSource:
         self._wakes_at = 0.0  # when the thread looks around again by itself
         self._is_lent = False  # the lock's holder is another thread, which must not touch ZMQ
         self._stop_deadline: float | None = None
+        self._unbound_since = 0.0
         self._is_asking_back = False
         self._max_attached = int(config.attach_pin_share * parts.memory.num_blocks)
         self.endpoint = ""
@@ -250,6 +253,7 @@ class TransferSource:
         self._read_router()
         if self._pool_server is not None:
             self._read_pool_server(self._pool_server, readable)
+        self._watch_keys()
         self._run_timers()
         self._land_flights()
         for route in self._router.flush():
@@ -288,6 +292,23 @@ class TransferSource:
         for command in self._inbox.take():
             self._guarded(command)
 
+    def _watch_keys(self) -> None:
+        if self._keys is None:
+            return
+        now = self._clock.now()
+        change = self._keys.poll(now)
+        self.counters.key_file_errors = self._keys.file_errors
+        if change is not None and change.retired:
+            log.info("transfer.rebinding", reason="a key was retired")
+            self._router.rebind()
+            self._unbound_since = now
+        if not self._router.bind_again() and now - self._unbound_since > _UNBOUND_ALARM_S:
+            log.error("transfer.cannot_listen_again", endpoint=self.endpoint)
+            self._unbound_since = now
+        for reason, count in self._router.take_refusals().items():
+            self.counters.note_key_refusal(reason, count)
+            log.warning("transfer.key_refused", reason=reason, count=count)
+
     def _guarded(self, command: Callable[[], None]) -> None:
         try:
             command()
@@ -304,6 +325,8 @@ class TransferSource:
             wait = min(wait, self._stop_deadline - now)
         if self._pump.is_flying or self._has_backlog():
             wait = min(wait, _FLIGHT_POLL_S)
+        if not self._router.is_bound:
+            wait = min(wait, _REBIND_POLL_S)
         return max(0.0, wait)
 
     def _has_backlog(self) -> bool:

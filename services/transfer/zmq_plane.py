@@ -10,19 +10,17 @@ import ipaddress
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zmq
-import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ConfigError
 from services.telemetry.logs import get_logger
 from services.transfer.config import MIB, TransferConfig
+from services.transfer.key_ring import CurveKeys, KeyWatch, LinkKeys
 from services.transfer.values import Peer
 from services.transfer.wire import Header, Message, MessageType, WireError, decode, encode
 
@@ -51,26 +49,6 @@ class DataSent:
     def is_done(self) -> bool:
         """Tell whether ZMQ has let go of every block."""
         return all(tracker.done for tracker in self._trackers)
-
-
-class CurveKeys(NamedTuple):
-    """Key pair all workers of one cluster share."""
-
-    public: bytes
-    secret: bytes
-
-
-def load_curve_keys(config: TransferConfig) -> CurveKeys | None:
-    """Read the key file, if one is configured."""
-    if config.curve_key_file is None:
-        return None
-    try:
-        public, secret = zmq.auth.load_certificate(Path(config.curve_key_file))
-    except (OSError, ValueError) as error:
-        raise ConfigError("transfer.curve_key_file: cannot be read as a key file") from error
-    if secret is None:
-        raise ConfigError("transfer.curve_key_file: holds no secret key")
-    return CurveKeys(public, secret)
 
 
 def check_host(host: str, config: TransferConfig) -> None:
@@ -170,7 +148,7 @@ class RouterPort:
         host: str,
         incarnation: int,
         config: TransferConfig,
-        keys: CurveKeys | None,
+        keys: KeyWatch | None,
         port: int = 0,
     ) -> None:
         """Bind; port 0 is any free one. ConfigError if a port asked for by number is taken."""
@@ -188,17 +166,61 @@ class RouterPort:
         self._socket.setsockopt(zmq.SNDBUF, _SNDBUF_BYTES)
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
+        self._keys = keys
+        self._monitor: zmq.Socket[bytes] | None = None
         if keys is not None:
-            self._socket.curve_secretkey = keys.secret
-            self._socket.curve_publickey = keys.public
-            self._socket.curve_server = True
+            self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+            self._prove(keys.ring.current)
         wrapped = f"[{host.strip('[]')}]" if ":" in host else host
-        self.port = _bind(self._socket, f"tcp://{wrapped}", port)
+        self._address = f"tcp://{wrapped}"
+        self.port = _bind(self._socket, self._address, port)
+        self._is_bound = True
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
         """What to poll."""
-        return (self._socket,)
+        return (self._socket,) if self._monitor is None else (self._socket, self._monitor)
+
+    @property
+    def is_bound(self) -> bool:
+        """Tell whether peers can connect; for some milliseconds of a `rebind` they cannot."""
+        return self._is_bound
+
+    def rebind(self) -> None:
+        """Cut every connection, and listen again with the key in use now; see `bind_again`.
+
+        ZMQ cannot tell one peer to leave, and those of a retired key have to.
+        """
+        if self._keys is None:
+            return
+        if self._is_bound:
+            self._socket.unbind(f"{self._address}:{self.port}")
+            self._is_bound = False
+        self._prove(self._keys.ring.current)
+        self.bind_again()
+
+    def bind_again(self) -> bool:
+        """Try to listen at the same port; False while ZMQ's own thread has not closed it yet."""
+        if not self._is_bound:
+            try:
+                self._socket.bind(f"{self._address}:{self.port}")
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+                return False
+            self._is_bound = True
+        return True
+
+    def take_refusals(self) -> dict[str, int]:
+        """Return how many peers were turned away by their keys since the last call, by reason."""
+        if self._keys is None or self._monitor is None:
+            return {}
+        for _ in range(_MAX_EVENTS_A_TURN):
+            if not self._monitor.poll(0):
+                break
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            self._keys.refuse("handshake")  # it does not know our key, or speaks without any
+        return self._keys.take_refusals()
 
     def recv(self) -> tuple[bytes, list[bytes]] | None:
         """Return one message as (route, frames), at most three frames kept; None when empty."""
@@ -281,10 +303,18 @@ class RouterPort:
 
     def close(self) -> None:
         """Close; every tracker is done afterwards."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=0)
         if self._auth is not None:
             self._auth.stop()
         self._context.term()
+
+    def _prove(self, keys: CurveKeys) -> None:
+        self._socket.curve_secretkey = keys.secret
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_server = True
 
     def _try_send(self, route: bytes, frames: tuple[bytes, bytes]) -> bool:
         try:
@@ -324,7 +354,7 @@ class DealerLink:
         base: bytes,
         channel: bytes,
         config: TransferConfig,
-        keys: CurveKeys | None,
+        keys: LinkKeys | None,
         max_frame_bytes: int = 0,
     ) -> None:
         self._incarnation = int.from_bytes(base[-8:], "little")
@@ -340,9 +370,9 @@ class DealerLink:
         if "[" in endpoint:
             self._socket.setsockopt(zmq.IPV6, 1)
         if keys is not None:
-            self._socket.curve_secretkey = keys.secret
-            self._socket.curve_publickey = keys.public
-            self._socket.curve_serverkey = keys.public
+            self._socket.curve_secretkey = keys.own.secret
+            self._socket.curve_publickey = keys.own.public
+            self._socket.curve_serverkey = keys.server
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MONITORED)
         self._socket.connect(endpoint)
 
@@ -427,6 +457,8 @@ _BROKEN = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "not a ZMQ peer",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not authorised",
 }
+# Reasons that come of keys, or of their lack, on one side.
+KEY_TROUBLE = ("handshake failed", "not a ZMQ peer", "not authorised")
 _MONITORED = 0
 for _event in _BROKEN:
     _MONITORED |= int(_event)
@@ -447,23 +479,28 @@ def _set_common(socket: zmq.Socket[bytes], config: TransferConfig) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(config.peer_timeout_s * 1000))
 
 
-class _ClusterKey:
-    """Admits exactly the peers that hold the cluster's key."""
+_HANDSHAKE_FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_MAX_EVENTS_A_TURN = 256
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+
+class _Admission:
+    """Admits the peers that hold a key of the ring; asked on the authenticator's thread."""
+
+    def __init__(self, keys: KeyWatch) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Tell whether a client key (Z85 text, as in key files) is ours."""
-        return secrets.compare_digest(key, self._public)
+        refusal = self._keys.judge(key)
+        if refusal:
+            self._keys.refuse(refusal)
+        return not refusal
 
 
-def _start_authenticator(
-    context: SinkContext, keys: CurveKeys | None
-) -> ThreadAuthenticator | None:
+def _start_authenticator(context: SinkContext, keys: KeyWatch | None) -> ThreadAuthenticator | None:
     if keys is None:
         return None
     auth = ThreadAuthenticator(context)
     auth.start()
-    auth.configure_curve_callback(domain="*", credentials_provider=_ClusterKey(keys.public))
+    auth.configure_curve_callback(domain="*", credentials_provider=_Admission(keys))
     return auth

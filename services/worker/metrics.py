@@ -12,6 +12,7 @@ from services.telemetry import catalog
 from services.telemetry.metrics import Metrics, Reading
 from services.telemetry.tracing import Tracing
 from services.transfer.counters import SinkCounters, SourceCounters
+from services.transfer.key_ring import KEY_REFUSALS
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
 from services.transfer.values import RejectCode
@@ -85,6 +86,10 @@ def transfer_faults(source: SourceCounters, sink: SinkCounters) -> tuple[Total, 
         fault("send", "bad_frame", lambda: source.bad_frames),
         fault("send", "muted_frame", lambda: source.muted_frames),
         fault("send", "incompatible", lambda: source.incompatible),
+        *(_key_fault(source, reason) for reason in KEY_REFUSALS),
+        fault("send", "key_file", lambda: source.key_file_errors),
+        fault("receive", "key_file", lambda: sink.key_file_errors),
+        fault("receive", "key_refused", lambda: sink.key_refused),
         fault("receive", "bad_frame", lambda: sink.bad_frames),
         fault("receive", "gap", lambda: sink.gaps),
         fault("receive", "plane_fallback", lambda: sink.plane_fallbacks),
@@ -102,6 +107,11 @@ def _attach_totals(engine: Engine, source: SourceCounters, sink: SinkCounters) -
         Total(events, lambda: engine.load().attach_changed, {"what": "changed"}),
         Total(events, lambda: source.asked_back, {"what": "asked_back"}),
     )
+
+
+def _key_fault(source: SourceCounters, reason: str) -> Total:
+    labels = {"side": "send", "kind": f"key_{reason}"}
+    return Total(catalog.TRANSFER_FAULTS, lambda: source.key_refusals.get(reason, 0), labels)
 
 
 def _rejects(source: SourceCounters, code: str) -> Total:

@@ -34,10 +34,16 @@ class EndProcess:
     """The parent's handle."""
 
     def __init__(
-        self, role: str, times: str, plane: str, runtime_dir: Path, fault: str = ""
+        self,
+        role: str,
+        times: str,
+        plane: str,
+        runtime_dir: Path,
+        fault: str = "",
+        curve_key_file: Path | None = None,
     ) -> None:
         root = Path(__file__).parents[2]
-        arguments = [role, times, plane, str(runtime_dir)]
+        arguments = [role, times, plane, str(runtime_dir), str(curve_key_file or "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.transfer_process", *arguments],
             stdin=subprocess.PIPE,
@@ -106,6 +112,9 @@ def _prefill(end: PrefillEnd, ask: dict[str, Any]) -> dict[str, Any]:
     if ask["command"] == "finish":
         end.finish(key, ask["num_tokens"])
         return {}
+    if ask["command"] == "free":
+        end.free += end.lent.pop(key)
+        return {}
     return {"outcome": outcome(end.events.wait(key))}
 
 
@@ -117,6 +126,9 @@ def _decode(end: DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
         return {}
     if ask["command"] == "reserve":
         return {"blocks": end.reserve(key, offer)}
+    if ask["command"] == "free":
+        end.free += ask["blocks"]
+        return {}
     event = end.events.wait(key)
     return {"outcome": outcome(event), "hashes": content_hashes(end, ask["blocks"])}
 
@@ -130,8 +142,9 @@ def _answer(end: PrefillEnd | DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    role, times, plane, runtime_dir = sys.argv[1:]
+    role, times, plane, runtime_dir, curve_key_file = sys.argv[1:]
     config = with_planes({"calm": CALM, "brisk": BRISK}[times], *plane.split(","))
+    config = dataclasses.replace(config, curve_key_file=curve_key_file or None)
     end: PrefillEnd | DecodeEnd
     end = make_prefill(Path(runtime_dir), config) if role == "prefill" else make_decode(config)
     print(json.dumps({"ready": True}), flush=True)

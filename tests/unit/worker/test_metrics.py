@@ -28,11 +28,15 @@ def test_faults_of_transfers_reach_the_metrics_by_side_and_kind() -> None:
     source, sink = SourceCounters(), SinkCounters()
     totals = transfer_faults(source, sink)
     source.resends, sink.gaps, sink.bad_frames = 4, 2, 1
+    source.note_key_refusal("retired", 3)
+    sink.key_file_errors = 1
     for total in totals:
         total.tell(metrics)
     text = metrics.render().decode()
     assert 'isthmus_transfer_faults_total{kind="resent_block",side="send"} 4.0' in text
     assert 'isthmus_transfer_faults_total{kind="gap",side="receive"} 2.0' in text
     assert 'isthmus_transfer_faults_total{kind="bad_frame",side="receive"} 1.0' in text
+    assert 'isthmus_transfer_faults_total{kind="key_retired",side="send"} 3.0' in text
+    assert 'isthmus_transfer_faults_total{kind="key_file",side="receive"} 1.0' in text
     assert 'kind="bad_frame",side="send"' not in text
     metrics.shutdown()
