@@ -24,12 +24,8 @@ from services.transfer import fault_script as faults
 from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp
 from services.transfer.fault_script import FaultDice
-<<<<<<< HEAD
-from services.transfer.memfd_plane import CopyBlocks, pull_blocks
-=======
 from services.transfer.key_ring import LinkKeys
-from services.transfer.memfd_plane import pull_blocks
->>>>>>> 6f25469 (Rotate CURVE keys from a ring that is reread, under load)
+from services.transfer.memfd_plane import CopyBlocks, pull_blocks
 from services.transfer.wire import HEADER_BYTES, Message, WireError, decode, decode_first
 from services.transfer.zmq_plane import Block, DealerLink, SinkContext
 

@@ -25,12 +25,8 @@ from services.transfer.handshake import (
     read_incompatible,
     read_welcome,
 )
-<<<<<<< HEAD
-from services.transfer.memfd_plane import CopyBlocks, ExpectedPool, HandoverError, PoolClient
-=======
 from services.transfer.key_ring import Dialler, KeyWatch, LinkKeys
-from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
->>>>>>> 6f25469 (Rotate CURVE keys from a ring that is reread, under load)
+from services.transfer.memfd_plane import CopyBlocks, ExpectedPool, HandoverError, PoolClient
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
 from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
