@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import zmq.auth
 
+from services.bench.gloo_raw import GlooRaw
 from services.bench.handoff_sink import TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
 from services.bench.result import Bar, BenchResult
@@ -65,7 +66,9 @@ ARMS = (
     Arm("zmq_layer_major", "zmq", "always", is_layer_major=True),
     Arm("curve", "curve", "always"),
     Arm("curve_layer_major", "curve", "always", is_layer_major=True),
+    Arm("nccl_on_gloo", "nccl", "always"),  # the plane's code; NCCL itself needs two GPUs
 )
+GLOO_RAW = "gloo_raw"  # beside it: bare gloo, contiguous memory, no protocol
 
 
 @dataclass(slots=True)
@@ -123,8 +126,11 @@ class _Bench:
         self._key_file = str(directory / "cluster.key_secret")
         self._sources = {
             name: stack.enter_context(SourceProcess(self._settings(name, directory, seed + i)))
-            for i, name in enumerate(("memfd", "zmq", "curve"))
+            for i, name in enumerate(("memfd", "zmq", "curve", "nccl"))
         }
+        message_bytes = TransferConfig().data_message_bytes
+        max_bytes = max_blocks * LAYOUT.block_bytes
+        self._gloo = stack.enter_context(GlooRaw(directory, max_bytes, message_bytes))
         self._sinks: dict[str, TimedSink] = {}
         for i, arm in enumerate(ARMS):
             sink = TimedSink(
@@ -147,10 +153,12 @@ class _Bench:
         """Measure every arm at one number of blocks; the first round only warms up."""
         for arm in ARMS:
             self._round(arm, num_blocks, Series())
+        self._raw_round(num_blocks, Series())
         for _ in range(rounds):
             for arm in ARMS:
                 series = measured.setdefault((arm.name, num_blocks), Series())
                 self._round(arm, num_blocks, series)
+            self._raw_round(num_blocks, measured.setdefault((GLOO_RAW, num_blocks), Series()))
 
     def _round(self, arm: Arm, num_blocks: int, series: Series) -> None:
         sink, source = self._sinks[arm.name], self._sources[arm.source]
@@ -163,6 +171,12 @@ class _Bench:
         series.num_handoffs += 1
         series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
         series.sender_cpu += source.cpu_s() - cpu_before
+
+    def _raw_round(self, num_blocks: int, series: Series) -> None:
+        before = self._memcpy_s(num_blocks)
+        series.doorbell.append(self._gloo.seconds(num_blocks * LAYOUT.block_bytes))
+        series.num_handoffs += 1
+        series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
 
     def _memcpy_s(self, num_blocks: int) -> float:
         copyto, to, come = np.copyto, self._memory.blocks, self._reference.blocks
@@ -192,7 +206,7 @@ class _Bench:
 
 
 def _plane_of(source: str) -> str:
-    return "memfd" if source == "memfd" else "zmq"
+    return "zmq" if source == "curve" else source
 
 
 def _scattered(rng: np.random.Generator, num_blocks: int, count: int) -> tuple[int, ...]:
@@ -228,7 +242,8 @@ def _add(result: BenchResult, name: str, num_blocks: int, series: Series) -> Non
             figures[f"{prefix}_{kind}_p99_ms"] = _round(percentile(times, 0.99) * 1e3)
     figures[f"{prefix}_rounds"] = len(series.doorbell)
     figures[f"{prefix}_to_memcpy"] = _round(series.ratio)
-    figures[f"{prefix}_sender_cpu_s_per_gb"] = _round(_cpu_per_gb(series, num_blocks))
+    if name != GLOO_RAW:  # nobody asks that process
+        figures[f"{prefix}_sender_cpu_s_per_gb"] = _round(_cpu_per_gb(series, num_blocks))
     result.reference[f"{prefix}_memcpy_gb_s"] = _round(size_gb / statistics.median(series.memcpy))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.bench.handoff_source import IDENTITY, LAYOUT, SourceProcess, offer_of
+from services.bench.handoff_source import IDENTITY, LAYOUT, SourceProcess, device_for, offer_of
 from services.common.clock import SystemClock
 from services.common.ids import BlockId
 from services.kv.digest import block_digests
@@ -48,7 +48,10 @@ class TimedSink:
     ) -> None:
         self._memory = memory
         self._block_ids = [BlockId(i) for i in block_ids]
-        parts = EndParts(memory, IDENTITY, worker_id, incarnation, SystemClock(), config)
+        device = device_for(config.planes)
+        parts = EndParts(
+            memory, IDENTITY, worker_id, incarnation, SystemClock(), config, device=device
+        )
         self._sink = TransferSink(parts)
         self._ended_at = 0.0
         self._event: SinkEvent | None = None

@@ -29,6 +29,7 @@ from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent, SourceReleased
 from services.transfer.config import TransferConfig
+from services.transfer.device import Device
 from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.source import TransferSource
 
@@ -82,6 +83,17 @@ def offer_of(key: str, num_blocks: int) -> Offer:
     """The offer of a prompt that fills its last block."""
     hashes = tuple(BlockHash(i.to_bytes(16, "big")) for i in range(num_blocks))
     return Offer(key, key, num_blocks * LAYOUT.block_size, hashes, "bench")
+
+
+def device_for(planes: Sequence[str]) -> Device | None:
+    """Return what plane nccl builds groups with on a CPU; torch is loaded only for that."""
+    if "nccl" not in planes:
+        return None
+    import torch  # seconds of CPU that no other arm is to pay
+
+    from services.worker.torch_groups import TorchDevice
+
+    return TorchDevice(torch.device("cpu"))
 
 
 # ---- the parent's handle ------------------------------------------------------------------------
@@ -206,7 +218,15 @@ class _Prefill:
         self._write_blocks(settings.seed)
         config = TransferConfig(planes=settings.planes, curve_key_file=settings.curve_key_file)
         clock = SystemClock()
-        parts = EndParts(self._memory, IDENTITY, settings.worker_id, os.getpid(), clock, config)
+        parts = EndParts(
+            self._memory,
+            IDENTITY,
+            settings.worker_id,
+            os.getpid(),
+            clock,
+            config,
+            device=device_for(settings.planes),
+        )
         self._source = TransferSource(parts, ListenAt("127.0.0.1", Path(settings.runtime_dir)))
         self._released: dict[str, str] = {}
         self._changed = threading.Condition()
