@@ -240,6 +240,25 @@ def test_a_worker_with_a_retired_key_gets_a_typed_answer(
         decode.stop()
 
 
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_worker_that_starts_amid_a_rotation_finds_what_its_peer_proves(
+    prefill: PrefillEnd, tmp_path: Path, is_promoted: bool
+) -> None:
+    """The source listens with the key it started with until that one is retired."""
+    ring = read_ring(tmp_path / "p.keys")
+    write_ring(tmp_path / "d.keys", ring.promoted() if is_promoted else ring)
+    config = replace(with_planes(BRISK, "zmq"), curve_key_file=str(tmp_path / "d.keys"))
+    decode = make_decode(config)
+    try:
+        ticket, offer = prefill.offer_all("k", 100)
+        blocks = decode.receive("k", ticket, offer)
+        assert outcome(decode.events.wait("k")) == "ready"
+        assert same_content(prefill, "k", decode, blocks, 4)
+        assert prefill.source.counters.key_refusals.get("retired", 0) == 0
+    finally:
+        decode.stop()
+
+
 def test_a_file_that_turns_bad_is_counted_and_the_worker_serves_on(
     prefill: PrefillEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
