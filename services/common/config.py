@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -234,6 +235,8 @@ class IsthmusConfig(Section):
     @model_validator(mode="after")
     def _check_kv_plane(self) -> Self:
         transfer = self.transfer
+        if _is_everywhere(self.worker.bind_host):
+            raise ValueError("worker.bind_host: bind to one address, not to all interfaces")
         if not is_loopback(self.worker.bind_host):
             if not (transfer.curve_key_file or transfer.allow_plaintext_kv):
                 raise ValueError(
@@ -259,6 +262,17 @@ class IsthmusConfig(Section):
 def is_loopback(host: str) -> bool:
     """Whether an address to bind is reachable from this machine only."""
     return host in LOOPBACK_HOSTS or host.startswith("127.")
+
+
+def _is_everywhere(host: str) -> bool:
+    """Whether binding to an address would bind to all interfaces."""
+    bare = host.strip("[]")
+    if bare in ("", "0", "*"):
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_unspecified
+    except ValueError:
+        return False  # a name
 
 
 def load_config(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.bench.local_cluster import LocalCluster
@@ -32,6 +33,19 @@ def test_answers_of_every_mode_are_the_computed_ones(tmp_path: Path) -> None:
             answer = generate(cluster.grpc, body, mode=mode)
             assert (answer.mode, answer.token_ids) == (mode, expected)
         cluster.assert_no_blocks_in_use()
+        _assert_only_loopback_listens(cluster)
+
+
+def _assert_only_loopback_listens(cluster: LocalCluster) -> None:
+    """RB-122: by default no process of a cluster can be reached from elsewhere."""
+    found = [
+        connection.laddr.ip
+        for pid in cluster.pids()
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(found) >= 6  # two doors of the router, gRPC of two workers, KV, the store
+    assert {host.removeprefix("::ffff:") for host in found} <= {"127.0.0.1", "::1"}
 
 
 def test_program_imports_no_torch() -> None:
