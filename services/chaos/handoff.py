@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 
-from services.bench.result import Bar, BenchResult
+from services.bench.cancel import REST_BAR_MS, Look, freed
+from services.bench.result import Bar, BenchResult, Figure
 from services.chaos.client import call
 from services.chaos.fault_schedule import (
     DELAY_S,
@@ -56,7 +58,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
 _LIVE_TIMEOUT_S = 180.0  # real models on a busy machine take their time
 SIDES = ("prefill", "decode")
 _REVIVE_POLL_S = 0.01
-_FREE_POLL_S = 0.002
+_FREE_POLL_S = 0.005  # every look costs the workers a little too
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Campaign:
     clients: int = 6
     pause_s: float = 0.4  # mean time between outer faults
     faults_a_check: int = 100
-    probes_a_check: int = 8
+    probes_a_check: int = 12
     shape: LoadShape = field(default_factory=LoadShape)
 
 
@@ -81,6 +83,24 @@ def usual_campaign(seed: int, num_faults: int, model: str = "") -> Campaign:
     return Campaign(seed, num_faults, model, clients=3, pause_s=1.5, faults_a_check=15, shape=shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """From a cancel to free blocks on both sides, in ms; the running step, and the rest."""
+
+    step_ms: float
+    free_ms: dict[str, float]  # side -> when it was free
+
+    @property
+    def total_ms(self) -> float:
+        """When the last side was free."""
+        return max(self.free_ms.values())
+
+    @property
+    def rest_ms(self) -> float:
+        """What passed after the step the last worker was in."""
+        return self.total_ms - self.step_ms
+
+
 @dataclass(slots=True)
 class Tally:
     """What was done, and what the processes said between the rounds."""
@@ -89,7 +109,8 @@ class Tally:
     num_leaked: int = 0
     num_crashed: int = 0
     longest_idle_s: float = 0.0  # until everything was back, after a round's last call
-    free_ms: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    freed: list[Freed] = field(default_factory=list)
+    longest_look_ms: float = 0.0  # between two looks at what is held: how far times may be off
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -315,34 +336,62 @@ class _Attack:
             stub = inference_pb2_grpc.InferenceStub(channel)
             task = asyncio.create_task(call(stub, self._probe, timeout_s=15.0, mode="REMOTE"))
             await asyncio.wait([task], timeout=self._rng.uniform(0.0, 0.3))
+            looks = {name: [look] for name, look in (await self._look()).items()}
             start = time.monotonic()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            free_ms = await self._until_free(start)
+            await self._look_until_free(start, looks)
         if self._disturbances() != before:
             return  # a death or a freeze takes its own time
-        if max(free_ms.values()) > (LEASE_S + 1.0) * 1000:
-            self.tally.notes.append(f"{free_ms} ms after a cancel, held: {await self._held()}")
-        for side, took_ms in free_ms.items():
-            self.tally.free_ms[side].append(took_ms)
+        one = _freed(looks, start)
+        if one.total_ms > (LEASE_S + 1.0) * 1000:
+            self.tally.notes.append(f"{one} after a cancel, held: {await self._held()}")
+        self.tally.freed.append(one)
 
     def _disturbances(self) -> tuple[int, ...]:
         return self.tally.num_faults, *(worker.num_lives for worker in self._rig.workers)
 
-    async def _until_free(self, start: float) -> dict[str, float]:
-        """Time from `start` until each side holds nothing, and goes on doing so, ms."""
-        free_ms: dict[str, float] = {}
-        while len(free_ms) < len(SIDES) and time.monotonic() - start < FREE_AFTER_S:
-            held = await self._held()
-            now_ms = (time.monotonic() - start) * 1000
-            for side in SIDES:
-                if any(name.startswith(side) for name in held):
-                    free_ms.pop(side, None)
-                else:
-                    free_ms.setdefault(side, now_ms)
+    async def _look_until_free(self, start: float, looks: dict[str, list[Look]]) -> None:
+        """Look at every worker again and again until none holds anything."""
+        last = start
+        while time.monotonic() - start < FREE_AFTER_S:
+            for name, look in (await self._look()).items():
+                looks.setdefault(name, []).append(look)
+            now = time.monotonic()
+            self.tally.longest_look_ms = max(self.tally.longest_look_ms, (now - last) * 1000)
+            last = now
+            if all(seen[-1].is_free for seen in looks.values()):
+                return
             await asyncio.sleep(_FREE_POLL_S)
-        late_ms = (time.monotonic() - start) * 1000
-        return {side: free_ms.get(side, late_ms) for side in SIDES}
+
+    async def _look(self) -> dict[str, Look]:
+        """Counters of all workers that answer."""
+        workers = self._rig.workers
+        statuses = await asyncio.gather(*(worker.status() for worker in workers))
+        looks = {}
+        for worker, status in zip(workers, statuses, strict=True):
+            if status is not None:
+                held = status.blocks_in_use + status.transfers_open + status.requests_open
+                looks[worker.name] = Look(
+                    time.monotonic(), status.steps, status.transfers_open, held == 0
+                )
+        return looks
+
+
+def _freed(looks: Mapping[str, Sequence[Look]], start: float) -> Freed:
+    """Judge the looks at every worker, the first of each from before the cancel."""
+    free_ms = dict.fromkeys(SIDES, 0.0)
+    step_ms, last_ms = 0.0, -1.0
+    for name, seen in looks.items():
+        parts = freed(seen[0], seen[1:], start)
+        if parts is None:
+            continue  # it held nothing
+        stepped, free = (part * 1000 for part in parts)
+        side = next(side for side in SIDES if name.startswith(side))
+        free_ms[side] = max(free_ms[side], free)
+        if free > last_ms:
+            last_ms, step_ms = free, stepped
+    return Freed(step_ms, free_ms)
 
 
 def _heal(worker: RigWorker) -> None:
@@ -364,7 +413,6 @@ async def _until_live(rig: Rig) -> None:
 
 def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
     tally, findings = attack.tally, attack.load.findings
-    free_ms = sorted(map(max, zip(*tally.free_ms.values(), strict=True)))
     total = findings.num_answered + findings.codes.total()
     result = BenchResult("chaos handoff")
     result.figures = {
@@ -378,14 +426,9 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         **{f"ended_{code}": count for code, count in sorted(findings.codes.items())},
         "slowest_request_s": round(findings.slowest_s, 2),
         "longest_until_all_free_s": round(tally.longest_idle_s, 2),
-        "cancels_timed": len(free_ms),
-        "time_to_free_p50_ms": _quantile(free_ms, 0.5),
-        "time_to_free_p99_ms": _quantile(free_ms, 0.99),
-        **{
-            f"time_to_free_{side}_p99_ms": _quantile(sorted(values), 0.99)
-            for side, values in tally.free_ms.items()
-        },
+        **_free_figures(tally),
         "aimed_step_ms": STEP_MS,
+        "load_average": round(os.getloadavg()[0], 1),
         **{f"example_{i}": text for i, text in enumerate((*findings.examples, *tally.notes[:5]))},
     }
     result.bars = [
@@ -397,9 +440,34 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         Bar("crashed_workers", tally.num_crashed, 0, "=="),
         # A campaign in which hardly anything is answered would prove nothing.
         Bar("answered_share", round(findings.num_answered / max(total, 1), 3), 0.25, ">="),
-        Bar("time_to_free_p99_ms", _quantile(free_ms, 0.99) or 0.0, STEP_MS + 100.0, "<="),
+        # The running step is what it is; on a busy machine it is longer than it aims at.
+        Bar("time_to_free_after_step_p99_ms", _rest_p99_ms(tally), REST_BAR_MS, "<="),
     ]
     return result
+
+
+def _free_figures(tally: Tally) -> dict[str, Figure]:
+    """Both parts of the time from a cancel to free blocks, and what may be off in them."""
+    values = {
+        "": [one.total_ms for one in tally.freed],
+        "_running_step": [one.step_ms for one in tally.freed],
+        "_after_step": [one.rest_ms for one in tally.freed],
+        **{f"_{side}": [one.free_ms[side] for one in tally.freed] for side in SIDES},
+    }
+    return {
+        "cancels_timed": len(tally.freed),
+        **{
+            f"time_to_free{part}_{name}_ms": _quantile(sorted(times), share)
+            for part, times in values.items()
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        },
+        "longest_between_looks_ms": round(tally.longest_look_ms, 1),
+    }
+
+
+def _rest_p99_ms(tally: Tally) -> float:
+    rest_ms = _quantile(sorted(one.rest_ms for one in tally.freed), 0.99)
+    return FREE_AFTER_S * 1000 if rest_ms is None else rest_ms  # nothing timed proves nothing
 
 
 def _quantile(values: list[float], share: float) -> float | None:
