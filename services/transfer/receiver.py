@@ -256,6 +256,8 @@ class ReceiverTransfer:
         if self.state is not ReceiverState.CONNECTING:
             return []
         self.plane = plane
+        if plane != "attach":
+            self._forget_in_place()
         self.frame_bytes = frame_bytes or self._policy.block_bytes
         self.state = ReceiverState.OPENING
         self._granted = self._accounted = 0
@@ -662,6 +664,13 @@ class ReceiverTransfer:
         self._pending += count
         if self.plane in MAPPED_PLANES:
             self._pull_queue.update(dict.fromkeys(range(ready.lo, ready.hi)))
+
+    def _forget_in_place(self) -> None:
+        """What was to be read where it is has to come after all: this plane cannot reach it."""
+        for index in self.in_place.indexes:
+            self._slots[index] = Slot.UNKNOWN
+            self._num_missing += 1
+        self.in_place.indexes.clear()
 
     def _queue_pull(self, index: int) -> None:
         if self.plane in MAPPED_PLANES:

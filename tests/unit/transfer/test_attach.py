@@ -171,6 +171,34 @@ def test_a_block_that_is_wrong_in_place_is_asked_for_again() -> None:
     assert [pull.index for pull in machine.take_pulls(8)] == [1]
 
 
+@pytest.mark.parametrize("plane", ["zmq", "memfd"])
+def test_blocks_out_of_reach_on_another_plane_have_to_come_after_all(plane: str) -> None:
+    machine = _pulling(0)
+    machine.on_ready(_ready(), 0.4)
+    machine.take_pulls(8)
+    machine.on_attached((0,), 0.5)
+    assert machine.on_plane_lost("unmapped", 0.6) == [rx.Connect()]
+    assert machine.on_connected(plane, 0.7) == [rx.SendOpen(NONE_HAD)]
+    machine.on_opened(0.8)
+    machine.on_final(_final(0), 0.9)
+    machine.on_ready(_ready(), 0.9)
+    assert machine.in_place.indexes == []
+    assert machine.on_good_blocks((0,), 1.0) == []
+    assert [type(a) for a in machine.on_good_blocks((1,), 1.0)] == [rx.Deliver, rx.SendDone]
+    machine.check_integrity()
+
+
+def test_the_same_plane_over_another_connection_keeps_what_was_verified_in_place() -> None:
+    machine = _pulling(0)
+    machine.on_ready(_ready(), 0.4)
+    machine.take_pulls(8)
+    machine.on_attached((0,), 0.5)
+    assert machine.on_peer_lost(False, 0.6) == [rx.Connect()]
+    assert machine.on_connected("attach", 0.7) == [rx.SendOpen((True, False))]
+    assert machine.in_place.indexes == [0]
+    machine.check_integrity()
+
+
 # ---- sender -----------------------------------------------------------------------------------
 
 
