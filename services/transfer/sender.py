@@ -352,6 +352,10 @@ class SenderTransfer:
         if not fresh:
             return []
         self._unpinned.update(fresh)
+        # Asked for again, and then it came: what is given back can be sent no more.
+        still_held = [index for index in self._resend if index not in self._unpinned]
+        self._resend.clear()
+        self._resend.extend(still_held)
         return [Unpin(tuple(self.block_ids[index] for index in fresh))]
 
     def on_nack(

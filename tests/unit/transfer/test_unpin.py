@@ -66,6 +66,22 @@ def test_over_zmq_blocks_wait_for_every_message_that_is_still_read() -> None:
     assert _unpins(sender.on_data_left(1.3)) == [4, 5]
 
 
+def test_a_block_that_was_asked_for_again_and_then_came_is_not_sent_after_it_went_back() -> None:
+    """RB-010: it may be another request's by then."""
+    sender = _opened("zmq")
+    sender.on_prefill_finished(_final())
+    sender.on_credit(A, 1, 6 * BLOCK_BYTES)
+    while sender.take_data() is not None:
+        sender.on_data_left(1.1)
+    sender.on_nack(A, 1, (0, 2), False, 1.2)
+    sender.unpin()
+    assert _unpins(sender.on_pulled(A, 1, 0, 1, 1.3)) == [4]
+    again = sender.take_data()
+    assert again is not None
+    assert again.indexes == (2,)
+    assert sender.take_data() is None
+
+
 def test_pulled_of_a_fenced_attempt_counts_for_nothing() -> None:
     sender = _opened("memfd")
     sender.on_prefill_finished(_final())
