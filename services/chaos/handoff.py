@@ -110,6 +110,7 @@ class Tally:
     num_crashed: int = 0
     longest_idle_s: float = 0.0  # until everything was back, after a round's last call
     freed: list[Freed] = field(default_factory=list)
+    num_early: int = 0  # cancels that came before any worker held anything
     longest_look_ms: float = 0.0  # between two looks at what is held: how far times may be off
     notes: list[str] = field(default_factory=list)
 
@@ -344,6 +345,9 @@ class _Attack:
         if self._disturbances() != before:
             return  # a death or a freeze takes its own time
         one = _freed(looks, start)
+        if one is None:
+            self.tally.num_early += 1
+            return
         if one.total_ms > (LEASE_S + 1.0) * 1000:
             self.tally.notes.append(f"{one} after a cancel, held: {await self._held()}")
         self.tally.freed.append(one)
@@ -378,8 +382,11 @@ class _Attack:
         return looks
 
 
-def _freed(looks: Mapping[str, Sequence[Look]], start: float) -> Freed:
-    """Judge the looks at every worker, the first of each from before the cancel."""
+def _freed(looks: Mapping[str, Sequence[Look]], start: float) -> Freed | None:
+    """Judge the looks at every worker, the first of each from before the cancel.
+
+    None when no worker held anything: the request had not come that far.
+    """
     free_ms = dict.fromkeys(SIDES, 0.0)
     step_ms, last_ms = 0.0, -1.0
     for name, seen in looks.items():
@@ -391,7 +398,7 @@ def _freed(looks: Mapping[str, Sequence[Look]], start: float) -> Freed:
         free_ms[side] = max(free_ms[side], free)
         if free > last_ms:
             last_ms, step_ms = free, stepped
-    return Freed(step_ms, free_ms)
+    return Freed(step_ms, free_ms) if last_ms >= 0 else None
 
 
 def _heal(worker: RigWorker) -> None:
@@ -456,6 +463,7 @@ def _free_figures(tally: Tally) -> dict[str, Figure]:
     }
     return {
         "cancels_timed": len(tally.freed),
+        "cancels_too_early": tally.num_early,
         **{
             f"time_to_free{part}_{name}_ms": _quantile(sorted(times), share)
             for part, times in values.items()

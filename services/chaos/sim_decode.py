@@ -12,6 +12,7 @@ import numpy as np
 from services.chaos.sim_forgery import local_end
 from services.chaos.sim_network import Frames, Link, Network, Target
 from services.chaos.sim_prefill import LEASE_S, PrefillWorker, Prompt, Request
+from services.chaos.sim_reader import InPlaceReader
 from services.chaos.sim_world import PLAIN, Bytes, Violation, Worker, World, reference, valid_rows
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
@@ -25,9 +26,10 @@ from services.transfer.credit import CreditRound
 from services.transfer.handshake import Incompatible, hello_body, read_incompatible, read_welcome
 from services.transfer.pairing import AS_STORED, mismatch, wire_layout
 from services.transfer.placement import Placement
+from services.transfer.planes import POOL_FD_PLANES
 from services.transfer.receive import OpenRequest
 from services.transfer.receive import Receive as WireReceive
-from services.transfer.receiver import ReceiverState, ReceiverTransfer
+from services.transfer.receiver import Pull, ReceiverState, ReceiverTransfer
 from services.transfer.ticket import read_unverified
 from services.transfer.values import Peer
 from services.transfer.wire import Message, MessageType, WireError, decode
@@ -38,7 +40,7 @@ _HELLO_TIMEOUT_S = 2.0
 _RENEW_S = LEASE_S / 3
 _PEER_TIMEOUT_S = 5.0
 _PULLS_A_STEP = 3
-_OPENED = (ReceiverState.WAITING_BLOCKS, ReceiverState.PULLING)
+_LEASED = (ReceiverState.WAITING_BLOCKS, ReceiverState.PULLING, ReceiverState.ATTACHED)
 # A process can be frozen while its deadline passes; it acts when it wakes.
 END_SLACK_S = 5.0
 
@@ -124,6 +126,7 @@ class _BusyPool:
         self._memory = memory
         self._work = work
         self.num_blocks = memory.num_blocks
+        self.layout = memory.layout
         self.gens = memory.gens
 
     @property
@@ -163,6 +166,7 @@ class DecodeWorker(Worker):
         self._hungry: OrderedDict[Receive, None] = OrderedDict()
         self._lent: dict[BlockId, Group] = {}  # who may write a block
         self._is_renewing = False
+        self._readers: dict[Receive, InPlaceReader] = {}
         self._may_grant = False  # something happened since credit was last granted
         self._writer = BlockWriter(
             self.memory, self.layout, self.world.shape.digest_sampling, _copy_blocks
@@ -172,7 +176,7 @@ class DecodeWorker(Worker):
             self.incarnation,
             host=self._host,
             layout=self.layout,
-            planes=("memfd", "zmq"),
+            planes=self.world.shape.planes,
         )
 
     def crash(self) -> None:
@@ -192,7 +196,7 @@ class DecodeWorker(Worker):
     def check_at_rest(self) -> None:
         """Every receive is over and forgotten."""
         super().check_at_rest()
-        if self.receives or self._lent:
+        if self.receives or self._lent or self._readers:
             raise Violation(f"{self.name}: receives still open at rest")
 
     # ---- the engine ---------------------------------------------------------------------------
@@ -241,6 +245,9 @@ class DecodeWorker(Worker):
         for receive in list(self.receives.values()):
             if receive.group.prompt is prompt:
                 self._apply(receive, receive.machine.cancel("client left", self.world.now))
+        for receive, reader in list(self._readers.items()):
+            if receive.group.prompt is prompt:
+                reader.stop()
 
     def _check_ended(self, receive: Receive) -> None:
         if not receive.is_ended:
@@ -309,11 +316,11 @@ class DecodeWorker(Worker):
             elif isinstance(action, rx.WorkReady):
                 self._queue(receive)
             elif isinstance(action, rx.MoveIn):
-                raise TypeError("the simulator attaches nothing")
+                self._readers[receive].move_in()
             else:
                 self._say(receive, *receive.wire.message(action))
         machine.check_integrity()
-        if machine.state in _OPENED and not self._is_renewing:
+        if machine.state in _LEASED and not self._is_renewing:
             self._is_renewing = True
             self.at(_RENEW_S, self._renew)
         if machine.state is not ReceiverState.RELEASED:
@@ -345,12 +352,42 @@ class DecodeWorker(Worker):
         if action.final.first[0].token_id != group.prompt.number:
             raise Violation(f"{self.name}: the first token is another request's")
         if group.num_ready == len(group.lanes):
-            self._check_content(group)
             self.world.stats["prompts ready"] += 1
+            if receive.machine.in_place.indexes:
+                self._read_in_place(receive)
+                return
+            self._check_content(group)
             # The engine takes over a little later: until then nothing may write either.
             self.at(self.world.rng.random() * 0.005, self._use, group)
         elif group.num_ended == len(group.lanes):
             self._give_up(group)
+
+    def _read_in_place(self, receive: Receive) -> None:
+        wire = receive.wire
+        kv = wire.attached(verifies_moves=self.world.shape.digest_sampling == 1)
+        if kv is None:
+            raise Violation(f"{self.name}: delivered with blocks in a pool that is out of reach")
+        self.world.stats["attached"] += 1
+        reader = InPlaceReader(self, receive, kv)
+        self._readers[receive] = reader
+        reader.begin()
+
+    def on_detached(self, receive: Receive, *, is_intact: bool, is_home: bool) -> None:
+        """Nothing is read in place any more; what is home can be used like anything received."""
+        del self._readers[receive]
+        self._apply(receive, receive.machine.detach(is_intact, self.world.now))
+        if is_home:
+            self._use(receive.group)
+        else:
+            self.at(0.0, self.drop, receive.group.blocks)
+
+    def let_owner_work(self, receive: Receive) -> None:
+        """Let the owner of the blocks that are read write others, if it still lives."""
+        link = receive.link
+        if link is not None:
+            work = self._work_of(link)
+            if work is not None:
+                work()
 
     def _fail(self, receive: Receive, action: rx.Fail) -> None:
         self._end(receive, f"failed {action.code}")
@@ -470,8 +507,8 @@ class DecodeWorker(Worker):
             welcome.layout.is_same(self.layout) and link.frame.is_same(self.layout)
         )
         is_there = prefill.incarnation == message.header.incarnation
-        if welcome.plane == "memfd" and is_there:  # its socket hands over the pool of its life
-            link.plane, link.memory = "memfd", prefill.memory
+        if welcome.plane in POOL_FD_PLANES and is_there:  # its socket hands the pool over
+            link.plane, link.memory = welcome.plane, prefill.memory
         else:
             link.plane = "zmq"
         self.world.stats[f"links over {link.plane}"] += 1
@@ -492,6 +529,7 @@ class DecodeWorker(Worker):
         wire = receive.wire
         receive.link = link
         wire.plane, wire.pool, wire.conversion = link.plane, link.memory, None
+        wire.pool_id = 1
         if link.converts:
             wire.conversion = Conversion(self.memory, wire.placement, link.layout, link.frame)
         size, now = link.frame.block_bytes, self.world.now
@@ -514,7 +552,7 @@ class DecodeWorker(Worker):
 
     def lose_plane(self, link: Link) -> None:
         """The mapping is of no use any more; the connection stands."""
-        if not link.is_up or link.plane != "memfd":
+        if not link.is_up or link.plane not in POOL_FD_PLANES:
             return
         self.world.stats["planes lost"] += 1
         link.plane, link.memory = "zmq", None
@@ -530,7 +568,7 @@ class DecodeWorker(Worker):
         self._is_renewing = False
         asked: dict[Target, list[int]] = {}
         for receive in self.receives.values():
-            if receive.machine.state in _OPENED:
+            if receive.machine.state in _LEASED:
                 asked.setdefault(receive.target, []).append(receive.ticket.xfer_id)
         if asked:
             self._is_renewing = True
@@ -641,38 +679,58 @@ class DecodeWorker(Worker):
         if link is None or link.memory is None or receive.wire.pool is not link.memory:
             return
         pulls = machine.take_pulls(_PULLS_A_STEP)
-        if not pulls:
-            return
         for pull in pulls:
             self._check_may_write(receive, pull.dest)
         pool = self._maybe_busy(link, link.memory)
-        if conversion is None:
-            verdicts = self._writer.pull(machine, pool, pulls)
-        else:
-            verdicts = self._writer.pull_converted(machine, conversion, pool, pulls)
+        in_place = [pull for pull in pulls if pull.in_place]
+        copied = [pull for pull in pulls if not pull.in_place]
+        if in_place:
+            verdicts = self._writer.verify_in_place(machine, pool, in_place)
+            self._judged(receive, in_place, verdicts)
+        if copied and conversion is None:
+            self._judged(receive, copied, self._writer.pull(machine, pool, copied))
+        elif copied and conversion is not None:
+            verdicts = self._writer.pull_converted(machine, conversion, pool, copied)
+            self._judged(receive, copied, verdicts)
+        self._queue(receive)
+
+    def _judged(
+        self, receive: Receive, pulls: Sequence[Pull], verdicts: Sequence[str | None]
+    ) -> None:
+        """Take the verdicts on blocks that were copied, or looked at where they are."""
+        machine = receive.machine
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
-        self._apply(receive, machine.on_good_blocks(good, self.world.now))
         self.world.stats["blocks moved"] += len(good)
+        if pulls[0].in_place:
+            self._apply(receive, machine.on_attached(good, self.world.now))
+        else:
+            self._apply(receive, machine.on_good_blocks(good, self.world.now))
+            self._say_pulled(receive, good)
         for pull, wrong in zip(pulls, verdicts, strict=True):
             if wrong is not None:
                 self._on_verdict(receive, pull.index, wrong)
-        self._say_pulled(receive, good)
-        self._queue(receive)
 
     def _maybe_busy(self, link: Link, memory: KvPoolMemory) -> KvPoolMemory:
         if not self.world.happens(self.world.odds.torn):
             return memory
+        work = self._work_of(link)
+        if work is None:
+            return memory
+        return _BusyPool(memory, work)  # type: ignore[return-value]  # what a puller needs of one
+
+    def _work_of(self, link: Link) -> Callable[[], None] | None:
+        """Return what makes the owner of a mapped pool write into it; None if it cannot now."""
         prefill, rng = link.prefill, self.world.rng
         is_same_life = prefill.incarnation == link.prefill_incarnation
         if not is_same_life or prefill.frozen_until > self.world.now:
-            return memory
+            return None
 
         def work() -> None:
             self.world.stats["copies with the owner at work"] += 1
             prefill.press(1 + rng.randrange(12))
             prefill.check()
 
-        return _BusyPool(memory, work)  # type: ignore[return-value]  # what a puller needs of one
+        return work
 
     def _say_pulled(self, receive: Receive, indexes: list[int]) -> None:
         """Tell which blocks were verified; not when the transfer ended with them."""

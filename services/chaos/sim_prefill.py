@@ -158,7 +158,7 @@ class PrefillWorker(PrefillEnd):
             self.incarnation,
             host=self._host,
             layout=self.layout,
-            planes=("memfd", "zmq"),
+            planes=self.world.shape.planes,
             uds_path=f"/sim/{self.name}",
             num_blocks=self.num_blocks,
         )
@@ -262,7 +262,7 @@ class PrefillWorker(PrefillEnd):
             is_lent = not offer.outcome and offer.request not in self._jobs
             if is_lent and not offer.is_unpinning:
                 offer.is_unpinning = True  # asked once is enough
-                self._apply(offer, offer.machine.unpin())
+                self._apply(offer, [*offer.machine.unpin(), *offer.machine.ask_back()])
 
     def _compute(self, prompt: Prompt, index: int, block: BlockId) -> BlockId:
         self._write(prompt, index, block)

@@ -72,6 +72,7 @@ class Shape:
     prefill: tuple[KvLayout, KvLayout] = (PLAIN, PLAIN)
     decode: tuple[KvLayout, KvLayout, KvLayout] = (PLAIN, PLAIN, PLAIN)
     digest_sampling: int = 1  # of blocks read out of a mapped pool; sent ones are all verified
+    planes: tuple[str, ...] = ("memfd", "zmq")
 
     @property
     def is_sharded(self) -> bool:
@@ -86,14 +87,14 @@ def _whole(layout: KvLayout) -> KvLayout:
 _NEVER = 1 << 30
 _LAYERS = (WHOLE.part((0, 1), (0, 2)), WHOLE.part((1, 2), (0, 2)))
 _HEADS = (WHOLE.part((0, 2), (0, 1)), WHOLE.part((0, 2), (1, 2)))
-# Mostly whole pools, of which some trust generations alone; then ranges of heads and layers.
+# Whole pools, some of which trust generations alone or are read in place; ranges of heads, layers.
 SHAPES: tuple[Shape, ...] = (
     Shape(),
     Shape(digest_sampling=_NEVER),
-    Shape(),
+    Shape(digest_sampling=_NEVER, planes=("attach", "memfd", "zmq")),
     Shape((WHOLE, WHOLE), (*_HEADS, WHOLE)),
     Shape(_HEADS, (WHOLE, WHOLE, _LAYERS[1]), digest_sampling=_NEVER),
-    Shape(digest_sampling=3),
+    Shape(digest_sampling=3, planes=("attach", "memfd", "zmq")),
     Shape(_LAYERS, (WHOLE, *_LAYERS)),
 )
 

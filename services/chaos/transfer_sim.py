@@ -27,7 +27,7 @@ _CALM = Odds()
 PROFILES: tuple[Odds, ...] = (
     _CALM,
     replace(_CALM, drop=0.03, corrupt=0.03, duplicate=0.04, delay=0.04, reorder=0.06),
-    replace(_CALM, crash=0.03, freeze=0.02, break_link=0.04),
+    replace(_CALM, crash=0.03, freeze=0.02, break_link=0.04, lose_plane=0.06),
     replace(_CALM, cut=0.06, freeze=0.04, slow_sender=0.2, torn=0.5, decode_wait=0.3, pressure=0.8),
     # Leases run out while their holder reads: only generations stand between it and other KV.
     replace(_CALM, cut=0.3, freeze=0.1, slow_reader=0.4, decode_wait=0.4, pressure=3.0, unpin=0.2),

@@ -14,6 +14,7 @@ from services.chaos.sim_world import SHAPES, Bytes, Odds, Shape, World, referenc
 from services.chaos.transfer_sim import PROFILES, TRANSFERS_A_RUN, Cluster, run_seed
 from services.chaos.transfers import Campaign, FailedRun, run_campaign
 from services.common.ids import BlockHash, BlockId
+from services.kv.attached import AttachedKv
 from services.kv.convert import Part, convert_part
 from services.kv.memory import KvPoolMemory
 from services.transfer import memfd_plane, wire
@@ -77,7 +78,12 @@ def test_ten_thousand_transfers_end_once_and_leave_nothing(campaign: Campaign) -
         ("handshakes failed: another life", 10),
         ("handshakes failed: broken while greeting", 3),
         ("handshakes failed: no answer to HELLO", 10),
+        ("links over attach", 30),
         ("links over memfd", 100),
+        ("attached", 200),
+        ("steps in place", 1_000),
+        ("answered in place", 50),
+        ("moved home", 100),
         ("links over zmq", 100),
         ("unpinned", 500),
         ("went on beside a transfer", 100),
@@ -308,6 +314,27 @@ def _unpin_what_nobody_pulled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderTransfer, "_unpin_some", early)
 
 
+def _look_at_no_generation_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AttachedKv, "is_current", lambda _self, _first=0: True)
+
+
+def _keep_what_is_out_of_reach(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceiverTransfer, "_forget_in_place", lambda _self: None)
+
+
+def _send_again_what_went_back(patch: pytest.MonkeyPatch) -> None:
+    original = SenderTransfer._unpin_some
+
+    def forgetful(self: SenderTransfer) -> list[tx.SenderAction]:
+        asked_again = list(self._resend)
+        actions = original(self)
+        self._resend.clear()
+        self._resend.extend(asked_again)
+        return actions
+
+    patch.setattr(SenderTransfer, "_unpin_some", forgetful)
+
+
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     def patient(self: ReceiverTransfer, now: float, _progress_at: float) -> Any:
         self._progress_at = now
@@ -317,7 +344,7 @@ def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 # profiles in which such a defect shows soonest
-LOSSY, STALE, CANCELS = 1, 4, 5
+LOSSY, DEATHS, STALE, CANCELS = 1, 2, 4, 5
 
 
 @pytest.mark.parametrize(
@@ -336,6 +363,9 @@ LOSSY, STALE, CANCELS = 1, 4, 5
         (_write_into_the_frozen_tail, CANCELS, "under transfer was written"),
         (_deliver_without_the_last_block, CANCELS, "accepted with wrong content"),
         (_unpin_what_nobody_pulled, STALE, "under transfer was written"),
+        (_look_at_no_generation_in_place, CANCELS, "read wrong content in place"),
+        (_keep_what_is_out_of_reach, DEATHS, "out of reach"),
+        (_send_again_what_went_back, LOSSY, "under transfer was written"),  # RB-010
         (_wait_for_ever, LOSSY, "a hang"),  # RB-015
     ],
 )
