@@ -26,13 +26,20 @@ typedef struct {
     long block_stride, kv_stride, head_stride; /* bytes; the same in every pool */
     long num_blocks, num_kv_heads, block_size, head_dim;
     int dtype;
-    int num_pools;
-    const char *pools[MAX_POOLS]; /* like `pool`; pools[0] is `pool`, the others are read only */
-    long pool_blocks[MAX_POOLS];  /* 0 = no pool here */
+    int num_more;                          /* further pools, which are only read */
+    const char *more_pools[MAX_POOLS - 1]; /* each like `pool` */
+    long more_blocks[MAX_POOLS - 1];       /* 0 = no pool here */
 } kv_layer;
 
 INLINE const char *block_of(const kv_layer *kv, int32_t entry) {
-    return kv->pools[entry >> POOL_SHIFT] + (long)(entry & POOL_MASK) * kv->block_stride;
+    if (entry <= POOL_MASK) return kv->pool + entry * kv->block_stride;
+    return kv->more_pools[(entry >> POOL_SHIFT) - 1] + (entry & POOL_MASK) * kv->block_stride;
+}
+
+INLINE int is_block(const kv_layer *kv, int32_t entry) {
+    if (entry <= POOL_MASK) return entry >= 0 && entry < kv->num_blocks;
+    int more = (entry >> POOL_SHIFT) - 1;
+    return more < kv->num_more && (entry & POOL_MASK) < kv->more_blocks[more];
 }
 
 typedef struct {

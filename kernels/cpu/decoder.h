@@ -131,8 +131,8 @@ static int run_layers(const decoder_model *model, const decoder_step *step, floa
         int is_last = i + 1 == model->num_layers;
         kv_layer kv = step->kv;
         kv.pool += i * step->layer_stride;
-        for (int p = 0; p < kv.num_pools; p++)
-            if (kv.pools[p]) kv.pools[p] += i * step->layer_stride;
+        for (int p = 0; p < kv.num_more; p++)
+            if (kv.more_pools[p]) kv.more_pools[p] += i * step->layer_stride;
         int error = project_and_store(model, layer, step, &kv, s);
         if (error) return error;
         if (is_last && step->num_logits == 0) return OK;

@@ -196,9 +196,7 @@ static int check_batch(const batch_view *batch, const kv_layer *kv) {
         if (queries < 0 || queries > context) return BAD_SEQUENCE;
         if (blocks > batch->max_blocks) return BAD_BLOCK;
         for (long b = 0; b < blocks && queries; b++) {
-            int32_t entry = batch->block_tables[s * batch->max_blocks + b];
-            if (entry < 0 || entry >> POOL_SHIFT >= kv->num_pools) return BAD_BLOCK;
-            if ((entry & POOL_MASK) >= kv->pool_blocks[entry >> POOL_SHIFT]) return BAD_BLOCK;
+            if (!is_block(kv, batch->block_tables[s * batch->max_blocks + b])) return BAD_BLOCK;
         }
     }
     return OK;

@@ -38,9 +38,9 @@ class KvLayer(ctypes.Structure):
         ("block_size", c_long),
         ("head_dim", c_long),
         ("dtype", c_int),
-        ("num_pools", c_int),
-        ("pools", c_void_p * _MAX_POOLS),
-        ("pool_blocks", c_long * _MAX_POOLS),
+        ("num_more", c_int),
+        ("more_pools", c_void_p * (_MAX_POOLS - 1)),
+        ("more_blocks", c_long * (_MAX_POOLS - 1)),
     ]
 
 
@@ -324,11 +324,8 @@ def kv_layer(kv_pool: Tensor, layer: int, more_pools: MorePools = ()) -> KvLayer
     block, layer_stride, kv, head, _, _ = kv_pool.stride()
     itemsize = kv_pool.itemsize
     offset = layer * layer_stride * itemsize
-    own = kv_pool.data_ptr() + offset
-    others = [None if pool is None else pool.data_ptr() + offset for pool in more_pools]
-    counts = [0 if pool is None else pool.shape[0] for pool in more_pools]
-    return KvLayer(
-        own,
+    described = KvLayer(
+        kv_pool.data_ptr() + offset,
         block * itemsize,
         kv * itemsize,
         head * itemsize,
@@ -337,10 +334,13 @@ def kv_layer(kv_pool: Tensor, layer: int, more_pools: MorePools = ()) -> KvLayer
         block_size,
         head_dim,
         _DTYPE_CODES[kv_pool.dtype],
-        1 + len(others),
-        (c_void_p * _MAX_POOLS)(own, *others),
-        (c_long * _MAX_POOLS)(num_blocks, *counts),
+        len(more_pools),
     )
+    for at, pool in enumerate(more_pools):
+        if pool is not None:
+            described.more_pools[at] = pool.data_ptr() + offset
+            described.more_blocks[at] = pool.shape[0]
+    return described
 
 
 def _rows(tensor: Tensor) -> _Rows:
