@@ -11,6 +11,7 @@ import numpy as np
 from services.bench.handoff_source import IDENTITY, LAYOUT, SourceProcess, device_for, offer_of
 from services.common.clock import SystemClock
 from services.common.ids import BlockId
+from services.kv.attached import AttachedKv, PoolBases
 from services.kv.digest import block_digests
 from services.kv.memory import KvPoolMemory
 from services.transfer.api import SinkEvent, SinkReady
@@ -45,12 +46,23 @@ class TimedSink:
         memory: KvPoolMemory,
         block_ids: tuple[int, ...],
         config: TransferConfig,
+        bases: PoolBases | None = None,
     ) -> None:
+        """Args:
+        bases: to read in the source's pool in place, where the plane is attach.
+        """
         self._memory = memory
+        self.attached: AttachedKv | None = None  # of the last handoff; let go of by then
         self._block_ids = [BlockId(i) for i in block_ids]
-        device = device_for(config.planes)
         parts = EndParts(
-            memory, IDENTITY, worker_id, incarnation, SystemClock(), config, device=device
+            memory,
+            IDENTITY,
+            worker_id,
+            incarnation,
+            SystemClock(),
+            config,
+            device=device_for(config.planes),
+            bases=bases,
         )
         self._sink = TransferSink(parts)
         self._ended_at = 0.0
@@ -129,6 +141,9 @@ class TimedSink:
         event = self._event
         if not isinstance(event, SinkReady) or event.key != key:
             raise HandoffFailed(f"{key}: {event}")
+        self.attached = event.attached
+        if event.attached is not None:
+            self._sink.detach(key, is_intact=True)
         seconds = 0.0 if started is None else self._ended_at - started
         return Took(seconds, (event.stats.open_us, event.stats.pull_us))
 

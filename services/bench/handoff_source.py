@@ -66,6 +66,7 @@ class SourceSettings:
     block_ids: tuple[int, ...]  # scattered; a handoff of n blocks sends the first n
     seed: int
     curve_key_file: str | None = None
+    attach_pin_share: float = 0.5
 
     def to_json(self) -> str:
         """One line."""
@@ -216,7 +217,11 @@ class _Prefill:
         self._memory = KvPoolMemory.create(LAYOUT, settings.num_blocks)
         self._layer_major: npt.NDArray[np.uint8] | None = None
         self._write_blocks(settings.seed)
-        config = TransferConfig(planes=settings.planes, curve_key_file=settings.curve_key_file)
+        config = TransferConfig(
+            attach_pin_share=settings.attach_pin_share,
+            planes=settings.planes,
+            curve_key_file=settings.curve_key_file,
+        )
         clock = SystemClock()
         parts = EndParts(
             self._memory,

@@ -78,6 +78,23 @@ def handoff(
     return result.exit_code
 
 
+@app.command("attach")
+def attach(
+    blocks: Annotated[str, typer.Option(help="Numbers of blocks, with commas.")] = "1,16,64,1024",
+    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")] = 0,
+) -> int:
+    """Handoffs read in place beside handoffs copied over memfd, and what moving later costs."""
+    numbers = [part.strip() for part in blocks.split(",")]
+    if not all(part.isdigit() and 0 < int(part) <= MAX_BLOCKS for part in numbers):
+        raise typer.BadParameter(f"numbers from 1 to {MAX_BLOCKS}, with commas")
+    from services.bench.attach import run
+
+    result = run([int(part) for part in numbers], rounds=rounds, seed=seed)
+    typer.echo(result.to_json())
+    return result.exit_code
+
+
 @app.command("second-token")
 def second_token(
     model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",

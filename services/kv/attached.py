@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu import kv_blocks
 from services.common.ids import BlockId
 from services.kv.block_table import MAX_POOLS, attached_entry
 from services.kv.digest import block_digests
@@ -49,38 +50,40 @@ class AttachedKv:
 
     def is_current(self, first: int = 0) -> bool:
         """Say whether the blocks from `first` on still are what was attached."""
-        return bool((self.pool.gens[self.blocks[first:]] == self.gens[first:]).all())
+        return bool(are_stable(self.pool, self.blocks[first:], self.gens[first:]).all())
 
     def copy_home(self, at: int, memory: KvPoolMemory, dest: BlockId, *, verify: bool) -> bool:
         """Copy the block at `at` into our pool, its digests with it.
 
         Returns False, and nothing may be made of `dest`, if the block has changed.
         """
-        source = self.blocks[at : at + 1]
-        if (self.pool.gens[source] != self.gens[at]).any():
-            return False
-        np.copyto(memory.blocks[dest], self.pool.blocks[self.blocks[at]])
-        if (self.pool.gens[source] != self.gens[at]).any():
+        if not self._copy(at, memory, dest):
             return False
         if verify and (block_digests(memory.layout, memory.blocks[dest]) != self.digests[at]).any():
             return False
         memory.digests[dest] = self.digests[at]
         return True
 
+    def _copy(self, at: int, memory: KvPoolMemory, dest: BlockId) -> bool:
+        """Copy under the block's generation, in the order every architecture keeps."""
+        one = slice(at, at + 1)
+        library, _ = kv_blocks.available()
+        if library is not None:
+            source, to = (self.pool.blocks, self.pool.gens), np.array([dest], np.int64)
+            good = library.pull(source, self.blocks[one], self.gens[one], memory.blocks, to)
+            return bool(good[0])
+        if not are_stable(self.pool, self.blocks[one], self.gens[one])[0]:
+            return False
+        np.copyto(memory.blocks[dest], self.pool.blocks[self.blocks[at]])
+        return bool(are_stable(self.pool, self.blocks[one], self.gens[one])[0])
 
-def is_intact(
-    pool: KvPoolMemory, block: int, gen: int, digests: npt.NDArray[np.uint64] | None
-) -> bool:
-    """Say whether a block of a peer's pool is what was announced, without copying it.
 
-    Args:
-        digests: None = only the generation is looked at.
-    """
-    if gen % 2 or int(pool.gens[block]) != gen:
-        return False
-    if digests is not None and (block_digests(pool.layout, pool.blocks[block]) != digests).any():
-        return False
-    return int(pool.gens[block]) == gen
+def are_stable(
+    pool: KvPoolMemory, blocks: npt.NDArray[np.int64], gens: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Say of blocks of a peer's pool whether they still have these generations, all even."""
+    stable: npt.NDArray[np.bool_] = (pool.gens[blocks] == gens) & (gens % 2 == 0)
+    return stable
 
 
 class PoolBases:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from services.common.ids import BlockId
-from services.kv.attached import is_intact
+from services.kv.attached import are_stable
 from services.kv.block_table import MAX_POOL_BLOCKS
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
@@ -103,19 +105,25 @@ class BlockWriter:
         self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
     ) -> list[str | None]:
         """Verify blocks that will be read in the peer's pool; digests at the configured rate."""
-        verdicts: list[str | None] = []
-        for pull in pulls:
-            self._num_pulled += 1
-            is_sampled = self._num_pulled % self._digest_sampling == 0
-            digests = machine.digests_of(pull.index) if is_sampled else None
-            is_inside = pull.source_block < min(pool.num_blocks, MAX_POOL_BLOCKS)
-            if not is_inside or not is_intact(pool, pull.source_block, pull.gen, None):
-                verdicts.append(BAD_GENERATION)
-            elif not is_intact(pool, pull.source_block, pull.gen, digests):
-                verdicts.append(BAD_DIGEST)
-            else:
-                verdicts.append(None)
-        return verdicts
+        rows = np.array([pull.source_block for pull in pulls], np.int64)
+        gens = np.array([pull.gen for pull in pulls], np.uint64)
+        if (rows >= min(pool.num_blocks, MAX_POOL_BLOCKS)).any():
+            return [BAD_GENERATION] * len(pulls)  # the peer talks nonsense: believe none of it
+        before = are_stable(pool, rows, gens)
+        has_digests = [self._has_digests(machine, pool, pull) for pull in pulls]
+        is_stable = before & are_stable(pool, rows, gens)
+        return [
+            BAD_GENERATION if not stable else None if right else BAD_DIGEST
+            for stable, right in zip(is_stable.tolist(), has_digests, strict=True)
+        ]
+
+    def _has_digests(self, machine: ReceiverTransfer, pool: KvPoolMemory, pull: Pull) -> bool:
+        """Read a block where it is, if it is one of those that are checked."""
+        self._num_pulled += 1
+        if self._num_pulled % self._digest_sampling:
+            return True
+        found = block_digests(self._layout, pool.blocks[pull.source_block])
+        return bool((found == machine.digests_of(pull.index)).all())
 
     def receive_converted(
         self,
