@@ -109,6 +109,7 @@ class Tally:
     num_leaked: int = 0
     num_crashed: int = 0
     longest_idle_s: float = 0.0  # until everything was back, after a round's last call
+    planes: set[str] = field(default_factory=set)  # over which KV came
     freed: list[Freed] = field(default_factory=list)
     num_early: int = 0  # cancels that came before any worker held anything
     longest_look_ms: float = 0.0  # between two looks at what is held: how far times may be off
@@ -321,6 +322,7 @@ class _Attack:
             if status is None:
                 held[worker.name] = 1  # not answering is not free
                 continue
+            self.tally.planes.update(status.planes.values())
             count = status.blocks_in_use + status.transfers_open + status.requests_open
             if count:
                 held[worker.name] = count
@@ -428,6 +430,7 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         "took_s": round(took_s, 1),
         "faults": tally.num_faults,
         **{f"faults_{kind}": count for kind, count in sorted(tally.faults.items())},
+        "planes": ",".join(sorted(tally.planes)),
         "answered": findings.num_answered,
         "cancelled_by_client": findings.num_cancelled,
         **{f"ended_{code}": count for code, count in sorted(findings.codes.items())},

@@ -38,6 +38,10 @@ RPC_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 8.0
 SCRIPTED: tuple[str, ...] = ("services.chaos.scripted_worker",)
 MODEL: tuple[str, ...] = ("services.cli.main", "worker")
+_PLANES = {
+    "prefill": ("attach,memfd,zmq", "zmq"),
+    "decode": ("memfd,zmq", "attach,memfd,zmq"),
+}
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -231,10 +235,9 @@ class Rig:
 
 
 def _names(plan: RigPlan) -> Sequence[tuple[str, str, str]]:
-    """Name, role and planes of every worker: every second one knows no memfd."""
-    made = []
-    for role, count in (("prefill", plan.prefill), ("decode", plan.decode)):
-        for index in range(count):
-            is_plain = role == "prefill" and index % 2
-            made.append((f"{role}-{index}", role, "zmq" if is_plain else "memfd,zmq"))
-    return made
+    """Name, role and planes of every worker: pairs have zmq, memfd, or read in place."""
+    return [
+        (f"{role}-{index}", role, _PLANES[role][index % 2])
+        for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
+        for index in range(count)
+    ]

@@ -21,6 +21,7 @@ def test_forty_faults_leave_nothing_wrong_and_nothing_behind() -> None:
     missed = [bar for bar in result.bars if not bar.is_met and bar.name not in PATIENT]
     assert not missed, result.to_json()
     assert any(name.startswith("faults_kill_") for name in result.figures), "no point was hit"
+    assert result.figures["planes"] == "attach,memfd,zmq"
     slowest = result.figures["time_to_free_p99_ms"]
     assert isinstance(slowest, float)
     assert slowest < FREE_AFTER_S * 1000
