@@ -8,6 +8,9 @@ machine hits both sides. Two times are taken of every handoff:
 * whole: OPEN to ready, of a prompt that is already sealed;
 * doorbell: sealed at the source to ready at the sink, of a transfer that is already open. On a
   layer-major source the blocks are first gathered into whole ones, by the source, in this time.
+
+Beside the zmq arm pyzmq alone sends the same blocks: a bar it cannot reach either is no fault of
+ours, and what it does better is.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import zmq.auth
 from services.bench.gloo_raw import GlooRaw
 from services.bench.handoff_sink import TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
+from services.bench.raw_zmq import RawZmq
 from services.bench.result import Bar, BenchResult
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig
@@ -44,6 +48,7 @@ ZMQ_BAR = 0.18
 CURVE_BAR = 0.06
 BAR_BLOCKS = 64  # where the zmq bars are taken
 MAX_SENDER_SHARE = 0.15  # of the time memcpy takes: control messages, no block is read
+RAW_BESIDE = "zmq"  # the arm that pyzmq alone is measured beside
 OTHERS = {"nixl": "nixl", "mooncake": "mooncake"}
 
 
@@ -80,6 +85,7 @@ class Series:
     memcpy: list[float] = field(default_factory=list)  # beside each doorbell
     sender_cpu: float = 0.0  # of all handoffs together
     num_handoffs: int = 0
+    raw: list[float] = field(default_factory=list)  # pyzmq alone, beside each doorbell
 
     @property
     def ratio(self) -> float:
@@ -131,6 +137,8 @@ class _Bench:
         message_bytes = TransferConfig().data_message_bytes
         max_bytes = max_blocks * LAYOUT.block_bytes
         self._gloo = stack.enter_context(GlooRaw(directory, max_bytes, message_bytes))
+        raw = RawZmq(self._memory.blocks, self._dest_ids, self._sources_ids)
+        self._raw = stack.enter_context(raw)
         self._sinks: dict[str, TimedSink] = {}
         for i, arm in enumerate(ARMS):
             sink = TimedSink(
@@ -166,6 +174,8 @@ class _Bench:
         if not arm.is_layer_major:  # packing comes before sealing: the whole is the same
             series.whole.append(sink.whole(source, num_blocks).seconds)
             series.num_handoffs += 1
+        if arm.name == RAW_BESIDE:
+            series.raw.append(self._raw.pull(num_blocks))
         before = self._memcpy_s(num_blocks)
         series.doorbell.append(sink.doorbell(source, num_blocks, pack=arm.is_layer_major).seconds)
         series.num_handoffs += 1
@@ -222,6 +232,7 @@ def result_of(measured: Measured, *, num_wrong: int) -> BenchResult:
     result.figures["block_kib"] = LAYOUT.block_bytes // 1024
     for (name, num_blocks), series in measured.items():
         _add(result, name, num_blocks, series)
+    _add_raw(result, measured)
     _add_verification(result, measured)
     result.bars += _bars(measured)
     result.bars.append(Bar("blocks with other content than announced", num_wrong, 0, "=="))
@@ -245,6 +256,18 @@ def _add(result: BenchResult, name: str, num_blocks: int, series: Series) -> Non
     if name != GLOO_RAW:  # nobody asks that process
         figures[f"{prefix}_sender_cpu_s_per_gb"] = _round(_cpu_per_gb(series, num_blocks))
     result.reference[f"{prefix}_memcpy_gb_s"] = _round(size_gb / statistics.median(series.memcpy))
+
+
+def _add_raw(result: BenchResult, measured: Measured) -> None:
+    """What pyzmq alone does beside memcpy, and how near to it the plane comes."""
+    for (name, num_blocks), series in measured.items():
+        if not series.raw:
+            continue
+        beside = zip(series.raw, series.memcpy, series.doorbell, strict=True)
+        ratios = [(copy / raw, raw / bell) for raw, copy, bell in beside]
+        to_memcpy, to_raw = (statistics.median(column) for column in zip(*ratios, strict=True))
+        result.reference[f"pyzmq_{num_blocks}_to_memcpy"] = _round(to_memcpy)
+        result.figures[f"{name}_{num_blocks}_to_pyzmq"] = _round(to_raw)
 
 
 def _add_verification(result: BenchResult, measured: Measured) -> None:

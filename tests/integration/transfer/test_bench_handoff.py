@@ -19,3 +19,5 @@ def test_every_arm_hands_off_what_was_announced() -> None:
     assert "gloo_raw_2_sender_cpu_s_per_gb" not in result.figures
     wrong = [bar for bar in result.bars if "other content" in bar.name]
     assert [bar.value for bar in wrong] == [0]
+    assert float(result.reference["pyzmq_2_to_memcpy"] or 0) > 0
+    assert float(result.figures["zmq_2_to_pyzmq"] or 0) > 0

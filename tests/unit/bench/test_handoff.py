@@ -75,3 +75,11 @@ def test_a_source_is_started_with_what_was_asked_for() -> None:
 
 def test_blocks_are_those_of_the_default_model() -> None:
     assert LAYOUT.block_bytes == 360 * 1024
+
+
+def test_pyzmq_alone_stands_beside_the_zmq_plane() -> None:
+    series = _series([2.0, 20.0, 2.0], [0.4, 4.0, 0.4])
+    series.raw = [1.0, 10.0, 1.5]
+    result = bench.result_of({("zmq", 64): series}, num_wrong=0)
+    assert result.reference["pyzmq_64_to_memcpy"] == pytest.approx(0.4)
+    assert result.figures["zmq_64_to_pyzmq"] == pytest.approx(0.5)
