@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,6 +266,46 @@ async def test_client_errors_are_passed_on_and_never_retried(store_url: str) -> 
         assert cluster.state_of("p0") == "live"
 
 
+def _all_cancelled(jobs: Sequence[Job]) -> bool:
+    return all(job.is_cancelled for job in jobs)
+
+
+@pytest.mark.parametrize("code", ["prompt_too_large_for_pool", "invalid_argument"])
+async def test_decode_that_refuses_lets_prefill_go_at_once(store_url: str, code: str) -> None:
+    """RB-002: prefill has the KV ready; it is told to give it up, not left to its timeout."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        cluster["d0"].refuse_with = code
+        for round_ in range(1, 6):
+            error = await error_of(cluster, prompt=[round_] * 40)
+            assert error.spec.code == code
+            handed_off = [job for job in cluster["p0"].jobs if job.kind == "prefill"]
+            await eventually(partial(_all_cancelled, handed_off), 1.0)
+            assert len(handed_off) == round_
+        cluster["d0"].refuse_with = None
+        call = make_call()
+        assert (await cluster.ask(call)).tokens() == reference(call)
+        cluster.assert_clean()
+
+
+async def test_handoff_that_decode_does_not_want_is_taken_back(store_url: str) -> None:
+    """RB-002: a prefill worker answers itself then, and what was offered is given up."""
+    async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
+        cluster["d0"].refuse_with = "hash_mismatch"
+        for seed in range(6):
+            call = make_call(prompt=[seed + 1] * 40)
+            assert (await cluster.ask(call)).tokens() == reference(call)
+        for name in ("p0", "p1"):
+            jobs = cluster[name].jobs
+            for offered in [job for job in jobs if job.kind == "prefill"]:
+                # A later attempt at the same worker fences the offer; else it has to be told.
+                later = [job for job in jobs if job.work.request == offered.work.request]
+                assert offered.is_cancelled or len(later) == 2
+        assert {job.kind for name in ("p0", "p1") for job in cluster[name].jobs} == {
+            "prefill", "whole"
+        }  # fmt: skip
+        cluster.assert_clean()
+
+
 async def test_error_at_the_end_of_a_leg_keeps_its_code(store_url: str) -> None:
     async def fails(worker: FakeWorker, job: Job) -> None:
         await decode(worker, job, 1, count=2)
@@ -287,7 +329,7 @@ async def test_client_gone_cancels_at_both_workers(store_url: str) -> None:
 
     async with running_cluster(store_url, [prefill(), decoder(script=never)]) as cluster:
         stream = cluster.router.generate(make_call())
-        assert isinstance(await anext(stream), ChoiceDelta)  # RB-003: before the handoff ended
+        assert isinstance(await anext(stream), ChoiceDelta)  # before the handoff ended
         await eventually(lambda: cluster["d0"].jobs)
         await stream.aclose()  # type: ignore[attr-defined]  # an async generator
         await eventually(lambda: cluster["d0"].cancels and cluster["p0"].cancels, 1.0)

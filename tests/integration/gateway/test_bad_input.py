@@ -152,6 +152,12 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("tools", []),
     ("tool_choice", "auto"),
     ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"$ref": "#"}}),
+    ("guided_regex", "("),
+    ("guided_regex", "(a+)+$" * 1000),
+    ("structured_outputs", {"json": {}}),
+    ("cache_salt", "of another tenant"),
+    ("lora", "chat"),
     ("logit_bias", {"1": 5}),
     ("functions", []),
     ("function_call", "auto"),
@@ -179,7 +185,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 async def test_parameters_that_are_not_built_are_refused_by_name(
     doors: Doors, name: str, value: Any
 ) -> None:
-    """RB-079 and RB-123 among them: prompt_logprobs, chat_template, chat_template_kwargs."""
+    """RB-040, RB-061, RB-078, RB-079, RB-123: salts, grammars, prompt_logprobs, templates."""
     error = await refused(doors, CHAT, chat(**{name: value}))
     assert (error["code"], error["param"]) == ("unsupported_parameter", name)
     assert name in error["message"]

@@ -132,7 +132,7 @@ def test_corrupt_payload_is_caught_by_the_digests_alone(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_only_loses_everything_fails_in_time(tmp_path: Path) -> None:
-    """RB-005: no answer ever comes; both sides let go by their own clocks."""
+    """RB-009: no answer ever comes; both sides let go by their own clocks."""
     ends = make_ends(tmp_path, "zmq", FaultScript(1, 1.0, ("drop",)))
     try:
         ticket, offer = ends.prefill.offer_all("k", 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -187,6 +188,30 @@ def _wait_for_memory(prefill: PrefillEnd, decode: DecodeEnd) -> None:
     blocks = decode.reserve("d", offer)
     assert outcome(decode.events.wait("d")) == "ready"
     assert same_content(prefill, "p", decode, blocks, 8)
+
+
+def test_leases_hold_while_many_wait_for_memory(config: TransferConfig, tmp_path: Path) -> None:
+    """RB-005: forty wait for twice a lease, a few at a time get room, and none is lost."""
+    config = replace(config, lease_s=BRISK.lease_s, max_wait_s=60.0)
+    prefill, decode = make_prefill(tmp_path, config, 512), make_decode(config, 16)
+    try:
+        offers = {f"k{i}": prefill.offer_all(f"k{i}", 16 * 4 + i % 16, salt=i) for i in range(40)}
+        for key, (ticket, offer) in offers.items():
+            decode.open(key, ticket, offer)
+        started = time.monotonic()
+        wait_until(lambda: prefill.source.counters.renewals >= 40 * 5)
+        assert time.monotonic() - started > config.lease_s
+        assert prefill.events.all == decode.events.all == []
+        for key, (_, offer) in offers.items():
+            blocks = decode.reserve(key, offer)
+            assert outcome(decode.events.wait(key)) == "ready"
+            assert same_content(prefill, key, decode, blocks, offer.num_tokens % 16)
+            decode.free += [block for block in blocks if block is not None]
+        for key in offers:
+            assert outcome(prefill.events.wait(key)) == "done"
+    finally:
+        decode.stop()
+        prefill.stop()
 
 
 def test_many_transfers_at_once_between_several_peers(

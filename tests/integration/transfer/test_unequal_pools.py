@@ -177,6 +177,7 @@ def test_dtypes_convert_on_the_receiver(
 def test_block_sizes_convert(
     config: TransferConfig, tmp_path: Path, sizes: tuple[int, int], num_tokens: int
 ) -> None:
+    """RB-028: a prompt that is no multiple of either size among them; no partial blocks."""
     layouts = (
         replace(MODEL, block_size=sizes[0]),
         replace(MODEL, block_size=sizes[1], kv_dtype="bfloat16"),

@@ -165,3 +165,10 @@ def test_every_field_says_what_it_is() -> None:
     numbers = [d for d in docs if d.type_name in ("integer", "number")]
     ports = ("router.grpc_port", "router.http_port", "worker.grpc_port", "transfer.zmq_port")
     assert {d.key for d in numbers if not d.unit} <= {*ports, "telemetry.sample_ratio"}
+
+
+@pytest.mark.parametrize("name", ["model.speculative_model", "model.draft", "worker.speculative"])
+def test_what_is_not_built_is_refused_at_start(name: str) -> None:
+    """RB-035: no draft model whose state a handoff would lose can be asked for."""
+    with pytest.raises(ConfigError, match=name.partition(".")[2]):
+        load_config(None, {}, {name: "x"})

@@ -600,6 +600,46 @@ def test_failed_receive_is_recomputed_from_the_first_token(is_reserved: bool) ->
     rig.assert_at_rest()
 
 
+@pytest.mark.parametrize("failed", range(10))
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_recompute_after_any_block_failed_to_come_gives_the_same_tokens(
+    failed: int, is_cached: bool
+) -> None:
+    """RB-015: blocks before it came right, it came wrong, and the rest did not come at all."""
+    rig = EngineRig()
+    prompt, params = prompt_of(160), greedy(32)
+    if is_cached:
+        rig.submit(make_request("before", prompt[:64], greedy(1)))
+        rig.run()
+    output = rig.submit(make_request("d", prompt, params, WorkKind.CONTINUE))
+    rig.step()
+    reserved = rig.reserved["d"]
+    rig.write_kv("d", reserved)
+    for idx, block_id in enumerate((*reserved.block_ids, reserved.tail_block)):
+        if block_id is not None and idx >= failed:
+            rig.cells[block_id] = 7.5 if idx == failed else np.nan
+    rig.fail_receive("d", recompute=True)
+    rig.run()
+    assert output.tokens == {0: reference_tokens(prompt, params)}
+    # What came of it is not in the prefix cache either.
+    again = rig.submit(make_request("again", prompt, params))
+    rig.run()
+    assert again.tokens == output.tokens
+    rig.assert_at_rest()
+
+
+def test_lent_blocks_keep_their_request_open_until_they_come_back() -> None:
+    """RB-108: a worker that leaves counts what decode still has to pull."""
+    rig = EngineRig()
+    rig.submit(make_request("p", prompt_of(40), greedy(), WorkKind.PREFILL))
+    rig.run()
+    assert "p" in rig.lent
+    assert rig.scheduler.load().requests_open == 1
+    rig.release("p")
+    assert rig.scheduler.load().requests_open == 0
+    rig.assert_at_rest()
+
+
 def test_failed_receive_without_recompute_ends_with_its_code() -> None:
     rig = EngineRig()
     output = rig.submit(make_request("d", prompt_of(40), greedy(), WorkKind.CONTINUE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.config import IsthmusConfig
+from services.common.settings import Section
 from services.kv import hashing
 from services.kv.hashing import (
     HashScope,
@@ -75,7 +78,36 @@ def test_only_full_blocks_have_hashes() -> None:
         assert len(chain_hashes(SCOPE, _tokens(count))) == blocks
 
 
+def test_names_of_blocks_are_of_a_hash_that_cannot_be_collided_on_purpose() -> None:
+    """RB-037, RB-043: SHA-256 to 128 bits over framed parts, and no setting for a faster one."""
+    tokens = _tokens(16)
+    fields = (
+        b"isthmus-block-root/1",
+        hashing.HASH_SCHEME.encode(),
+        b"model",
+        b"adapter",
+        b"tenant",
+    )
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in fields)
+    root = hashlib.sha256(framed).digest()[:16]
+    parts = (b"isthmus-block/1", root, pack_token_ids(tokens.tolist()))
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    assert chain_hashes(SCOPE, tokens) == (hashlib.sha256(framed).digest()[:16],)
+    assert hashing.HASH_BYTES * 8 >= 128
+    names = [name for section in IsthmusConfig.model_fields for name in _settings_of(section)]
+    assert len(names) > 20
+    assert not [name for name in names if "hash" in name or "salt" in name]
+
+
+def _settings_of(section: str) -> list[str]:
+    kind = IsthmusConfig.model_fields[section].annotation
+    assert isinstance(kind, type)
+    assert issubclass(kind, Section)
+    return list(kind.model_fields)
+
+
 def test_every_field_changes_every_hash() -> None:
+    """RB-042: the digest of an adapter and the tenant, never a name that two may share."""
     base = chain_hashes(SCOPE, _tokens(32))
     others = [
         HashScope("model2", "adapter", "tenant"),
