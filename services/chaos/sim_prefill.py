@@ -18,6 +18,7 @@ from services.kv.layout import KvLayout
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec
 from services.transfer import sender as tx
+from services.transfer.announce import OFF, AnnouncePlan, CostMeter
 from services.transfer.api import FinalInfo, FirstTokenInfo
 from services.transfer.api import Offer as OfferArgs
 from services.transfer.handshake import answer_hello
@@ -32,6 +33,7 @@ LEASE_S = 2.0
 TICKET_TTL_S = 5.0
 _BLOCK_SIZE = PLAIN.block_size
 _MAX_FLIGHTS = 3
+_SINGLE_SHOT = AnnouncePlan(True, "costs_more")
 _LEASE_SLACK_S = 1.0
 _PREFILL_DEADLINE_S = 10.0
 _MAX_RETRY_S = 1.0
@@ -363,9 +365,14 @@ class PrefillWorker(PrefillEnd):
         hashes = prompt.family.hashes[: prompt.num_blocks]
         args = OfferArgs(f"{prompt.number}", f"{prompt.number}", prompt.num_tokens, hashes, "")
         machine = SenderTransfer(
-            xfer_id, prompt.num_blocks, prompt.tail_valid > 0, self._policy, now
+            xfer_id,
+            prompt.num_blocks,
+            prompt.tail_valid > 0,
+            self._policy,
+            now,
+            lambda _plane, _pending: _SINGLE_SHOT if xfer_id % 3 == 0 else OFF,
         )
-        offer = Offer(request, Offered.make(args, machine, self.memory), now)
+        offer = Offer(request, Offered.make(args, machine, self.memory, CostMeter()), now)
         self.offers[xfer_id] = offer
         ticket = Ticket(
             xfer_id=xfer_id,

@@ -149,6 +149,11 @@ class TransferSettings(Section):
         public=True,
         pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
     )
+    single_shot: bool = setting(
+        True,
+        "announce the KV of a short prompt at its end where announcing it chunk by chunk would "
+        "cost more than it hides",
+    )
     wire_dtype: Literal["", "bfloat16", "int8"] = setting(
         "", "type of KV on zmq links; empty = as stored, others round; the same on both ends"
     )

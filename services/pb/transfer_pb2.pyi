@@ -655,6 +655,7 @@ class Final(_message.Message):
     TAIL_DIGEST_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_SINGLE_SHOT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """prompt length"""
     tail_valid_tokens: _builtins.int
@@ -666,6 +667,8 @@ class Final(_message.Message):
     prefill_us: _builtins.int
     num_blocks: _builtins.int
     """full blocks announced by READY"""
+    is_single_shot: _builtins.bool
+    """nothing was announced before the prefill had ended"""
     @_builtins.property
     def first(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
         """one per choice that goes on"""
@@ -681,10 +684,11 @@ class Final(_message.Message):
         tail_digest: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        is_single_shot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "prefill_us", b"prefill_us", "tail_digest", b"tail_digest", "tail_gen", b"tail_gen", "tail_source_block", b"tail_source_block", "tail_valid_tokens", b"tail_valid_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "is_single_shot", b"is_single_shot", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "prefill_us", b"prefill_us", "tail_digest", b"tail_digest", "tail_gen", b"tail_gen", "tail_source_block", b"tail_source_block", "tail_valid_tokens", b"tail_valid_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -736,17 +740,25 @@ class DoneTransfer(_message.Message):
 
     DIGEST_OF_DIGESTS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    COPY_US_FIELD_NUMBER: _builtins.int
+    ANNOUNCE_US_FIELD_NUMBER: _builtins.int
     digest_of_digests: _builtins.int
     size_bytes: _builtins.int
+    copy_us: _builtins.int
+    """what copying and verifying took; 0 = not known"""
+    announce_us: _builtins.int
+    """what taking all announcements took beside that"""
     def __init__(
         self,
         *,
         digest_of_digests: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        copy_us: _builtins.int = ...,
+        announce_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_of_digests", b"digest_of_digests", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_us", b"announce_us", "copy_us", b"copy_us", "digest_of_digests", b"digest_of_digests", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -192,6 +192,12 @@ TRANSFER_TIME = Histogram(
     "isthmus_transfer_seconds", "s", "First block announced to last block verified.", _REQUEST_S,
     ("plane",),
 )  # fmt: skip
+TRANSFER_PLANS = Counter(
+    "isthmus_transfer_plans_total", "transfers",
+    "How prompts were announced, with the deciding reason: streamed (hides_more, copy_too_long, "
+    "costs_unknown, asked_again, off) or in a single shot (costs_more, nothing_left).",
+    ("reason",),
+)  # fmt: skip
 KV_INTEGRITY_ERRORS = Counter(
     "isthmus_kv_integrity_errors_total",
     "blocks",
@@ -239,7 +245,9 @@ SPAN_PREFILL = Span(
 )
 SPAN_PREFILL_CHUNK = Span("isthmus.prefill.chunk", "One chunk of the prompt.", ("tokens",))
 SPAN_HANDOFF = Span(
-    "isthmus.handoff", "Ticket to the last block verified.", ("plane", "blocks", "bytes", "deduped")
+    "isthmus.handoff",
+    "Ticket to the last block verified.",
+    ("plane", "blocks", "bytes", "deduped", "single_shot"),
 )
 SPAN_QUEUE_DECODE = Span("isthmus.decode.queue", "KV complete to the first decode step.")
 SPAN_DECODE = Span("isthmus.decode", "First decode step to the last token.")

@@ -63,6 +63,7 @@ class TransferStats:
     pull_us: int = 0  # first READY to last block verified
     nacks: int = 0
     blocks_attached: int = 0  # read where they are
+    single_shot: bool = False  # nothing was announced before the prefill had ended
 
 
 @dataclass(frozen=True, slots=True)

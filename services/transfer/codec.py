@@ -215,6 +215,7 @@ def final_body(final: FinalArgs) -> bytes:
         tail_gen=final.tail_gen,
         tail_digest=final.tail_digest,
         prefill_us=final.prefill_us,
+        is_single_shot=final.is_single_shot,
     )
     for info in final.first:
         token = message.first.add(choice=info.choice, token_id=info.token_id)
@@ -240,6 +241,7 @@ def final_args(body: bytes) -> FinalArgs:
         tail_gen=message.tail_gen,
         tail_digest=message.tail_digest,
         prefill_us=message.prefill_us,
+        is_single_shot=message.is_single_shot,
     )
 
 

@@ -37,6 +37,7 @@ class TransferConfig:
     max_data_in_flight: int = 3  # DATA messages of one peer inside ZMQ; bounds an abort's wait
     max_nacks: int = 2  # resends of one block
     wire_dtype: str = AS_STORED  # KV on zmq links; "int8" and "bfloat16" round, and are smaller
+    single_shot: bool = True  # announce short prompts at their end where that costs less
     verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
     attach_max_s: float = 60.0  # blocks read in a peer's pool are asked home after this
     attach_pin_share: float = 0.5  # of a pool that readers in place may hold together

@@ -19,6 +19,7 @@ class SourceCounters:
     resends: int = 0  # blocks asked for again
     incompatible: int = 0
     asked_back: int = 0  # times a reader in place was asked to move
+    plans: dict[str, int] = field(default_factory=dict)  # how prompts were announced, by reason
     unpinned: int = 0  # blocks given back before their transfer's end
 
     key_refusals: dict[str, int] = field(default_factory=dict)  # peers turned away, by reason
@@ -31,6 +32,10 @@ class SourceCounters:
     def note_released(self, outcome: str) -> None:
         """Count one end of an offer."""
         self.released[outcome] = self.released.get(outcome, 0) + 1
+
+    def note_plan(self, reason: str) -> None:
+        """Count one prompt that was announced, or held back, for a reason."""
+        self.plans[reason] = self.plans.get(reason, 0) + 1
 
     def note_reject(self, code: str) -> None:
         """Count one REJECT."""

@@ -154,9 +154,11 @@ class Intake:
             if now < due and len(receive.pulled) < _PULLED_A_MESSAGE:
                 continue
             del self._unsaid[receive]
+            started = self._clock.now()
             for lo, hi in _ranges(receive.pulled):
                 receive.send(MessageType.PULLED, pb.Pulled(lo=lo, hi=hi).SerializeToString())
             receive.pulled.clear()
+            receive.announce_s += self._clock.now() - started
 
     def grant_credit(self) -> None:
         """Let peers send what fits into the windows."""
@@ -189,11 +191,13 @@ class Intake:
             pulls = [pull for pull in pulls if not pull.in_place]
         if not pulls:
             return
+        started = self._clock.now()
         if receive.conversion is None:
             verdicts = self._writer.pull(machine, pool, pulls, receive.copy)
         else:
             convert, copy = receive.conversion, receive.copy
             verdicts = self._writer.pull_converted(machine, convert, pool, pulls, copy)
+        receive.copy_s += self._clock.now() - started
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)

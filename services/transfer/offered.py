@@ -12,6 +12,7 @@ from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec, sender
+from services.transfer.announce import CostMeter
 from services.transfer.api import Offer, TransferStats
 from services.transfer.conversion import cut_frame
 from services.transfer.sender import DataOut, SenderAction, SenderTransfer
@@ -40,13 +41,17 @@ class Offered:
     memory: KvPoolMemory
     gens: U64Array  # [num_blocks]
     digests: U64Array  # [num_blocks, digests_per_block]
+    meter: CostMeter
+    data_sent: tuple[int, int, float] | None = None  # last index, bytes and time of a message
 
     @classmethod
-    def make(cls, offer: Offer, machine: SenderTransfer, memory: KvPoolMemory) -> Offered:
+    def make(
+        cls, offer: Offer, machine: SenderTransfer, memory: KvPoolMemory, meter: CostMeter
+    ) -> Offered:
         """Make room for what will be announced."""
         gens = np.zeros(machine.num_blocks, np.uint64)
         digests = np.zeros((machine.num_blocks, memory.layout.digests_per_block), np.uint64)
-        return cls(offer, machine, memory, gens, digests)
+        return cls(offer, machine, memory, gens, digests, meter)
 
     def note_sealed(self, lo: int, gens: U64Array, digests: U64Array) -> None:
         """Keep what is announced of blocks from `lo` on."""
@@ -81,12 +86,20 @@ class Offered:
             return machine.on_credit(peer, attempt, credit.size_bytes)
         if kind is MessageType.PULLED:
             pulled = codec.parse(pb.Pulled, message.body)
+            self._meter_data(pulled.lo, pulled.hi, now)
             return machine.on_pulled(peer, attempt, pulled.lo, pulled.hi, now)
         if kind is MessageType.NACK:
             indexes, tail = codec.nack_args(message.body)
             return machine.on_nack(peer, attempt, indexes, tail, now)
         if kind is MessageType.DONE:
             done = codec.parse(pb.DoneTransfer, message.body)
+            self.meter.note_done(
+                machine.plane,
+                machine.num_announcements,
+                done.size_bytes,
+                done.copy_us / 1e6,
+                done.announce_us / 1e6,
+            )
             return machine.on_done(peer, attempt, done.size_bytes, now)
         if kind is MessageType.ABORT:
             reason = codec.clip(codec.parse(pb.Abort, message.body).reason)
@@ -94,6 +107,20 @@ class Offered:
         if kind is MessageType.ABORTED:
             return machine.on_aborted(peer, attempt, now)
         raise WireError("direction")
+
+    def note_data(self, out: DataOut, now: float) -> None:
+        """Note that a DATA message is on its way; its PULLED tells how long it took."""
+        if self.data_sent is None and not out.is_tail:
+            size = len(out.indexes) * self.machine.frame_bytes
+            self.data_sent = (out.indexes[-1], size, now)
+
+    def _meter_data(self, lo: int, hi: int, now: float) -> None:
+        if self.data_sent is None:
+            return
+        index, size, sent_at = self.data_sent
+        if lo <= index < hi:
+            self.meter.plane(self.machine.plane).copy_s_per_byte.add((now - sent_at) / size)
+            self.data_sent = None
 
     def stats(self) -> TransferStats:
         """Say what it did."""
@@ -105,6 +132,7 @@ class Offered:
             blocks_moved=machine.blocks_moved,
             blocks_deduped=machine.blocks_deduped,
             nacks=machine.num_nacks,
+            single_shot=machine.is_single_shot,
         )
 
     def messages(self, action: SendAction) -> Iterator[tuple[MessageType, bytes]]:
@@ -160,6 +188,7 @@ class Offered:
             tail_gen=final.tail_gen,
             tail_digest=digest,
             prefill_us=info.prefill_us,
+            is_single_shot=self.machine.is_single_shot,
         )
 
     def _tail_digest(self, block: Block, wire: KvLayout) -> int:

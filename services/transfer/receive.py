@@ -63,6 +63,8 @@ class Receive:
     kv_form: str | None = None  # of what comes; known once there is a connection
     published_state: ReceiverState | None = None
     pulled: list[int] = field(default_factory=list)  # not yet told to the peer
+    copy_s: float = 0.0  # spent on copying and verifying blocks of a mapped pool
+    announce_s: float = 0.0  # spent on taking announcements and answering them
 
     @property
     def key(self) -> str:
@@ -125,7 +127,10 @@ class Receive:
             return MessageType.NACK, codec.nack_body(action.indexes, action.tail, action.reason)
         if isinstance(action, receiver.SendDone):
             done = pb.DoneTransfer(
-                digest_of_digests=action.digest_of_digests, size_bytes=action.size_bytes
+                digest_of_digests=action.digest_of_digests,
+                size_bytes=action.size_bytes,
+                copy_us=round(self.copy_s * 1e6),
+                announce_us=round(self.announce_s * 1e6),
             )
             return MessageType.DONE, done.SerializeToString()
         if isinstance(action, receiver.SendAbort):
@@ -152,6 +157,7 @@ class Receive:
             pull_us=_elapsed_us(machine.first_ready_at, machine.finished_at),
             nacks=machine.num_nacks,
             blocks_attached=len(machine.in_place.indexes),
+            single_shot=machine.final is not None and machine.final.is_single_shot,
         )
 
     def attached(self, *, verifies_moves: bool) -> AttachedKv | None:

@@ -12,12 +12,13 @@ generation check of its seqlock refuses what it reads).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from services.common.ids import BlockId
 from services.kv.layout import KvLayout
+from services.transfer.announce import ASKED_AGAIN, NOTHING_LEFT, OFF, AnnouncePlan, Pending
 from services.transfer.planes import MAPPED_PLANES, SENT_PLANES
 from services.transfer.values import (
     FinalBlocks,
@@ -173,12 +174,24 @@ class DataOut:
     is_tail: bool
 
 
+Planner = Callable[[str, Pending], AnnouncePlan]  # plane and prompt to plan
+
+
 class SenderTransfer:
     """One offered request. All methods are events; none of them waits or reads a clock."""
 
     def __init__(
-        self, xfer_id: int, num_blocks: int, has_tail: bool, policy: SenderPolicy, now: float
+        self,
+        xfer_id: int,
+        num_blocks: int,
+        has_tail: bool,
+        policy: SenderPolicy,
+        now: float,
+        planner: Planner | None = None,
     ) -> None:
+        """Args:
+        planner: decides about a prompt when its first announcement is due; None = stream.
+        """
         self.xfer_id = xfer_id
         self.num_blocks = num_blocks
         self.state = SenderState.OFFERED
@@ -193,6 +206,10 @@ class SenderTransfer:
         self.blocks_deduped = 0
         self.num_nacks = 0
         self.closed_reason = ""
+        self.plan: AnnouncePlan | None = None  # of this owner, once something could be announced
+        self.num_announcements = 0  # sent to this owner
+        self._num_announced = 0  # blocks it knows of
+        self._planner = planner
         self._policy = policy
         self._has_tail = has_tail
         self._deadline = now + policy.ticket_ttl_s
@@ -223,8 +240,8 @@ class SenderTransfer:
         self.block_ids.extend(block_ids)
         if self.owner is None or not block_ids:
             return []
-        hi = len(self.block_ids)
-        return [SendReady(self.owner, self.attempt, lo, hi), DataReady(self.owner)]
+        ready = self._announce(self.owner)
+        return [*ready, DataReady(self.owner)] if ready else []
 
     def on_prefill_finished(self, final: FinalBlocks) -> list[SenderAction]:
         """Take the first tokens and the frozen tail; every full block must be sealed by now."""
@@ -239,7 +256,25 @@ class SenderTransfer:
             return []
         self.state = SenderState.DRAINING
         last: list[SenderAction] = [SendFinal(self.owner, self.attempt), DataReady(self.owner)]
-        return [*last, *self._unpin_some()]
+        return [*self._announce(self.owner), *last, *self._unpin_some()]
+
+    def _announce(self, owner: Peer) -> list[SenderAction]:
+        """Tell of what is sealed and was not told of, unless it is to go with the end."""
+        lo, hi = self._num_announced, len(self.block_ids)
+        if lo == hi or self._holds_back():
+            return []
+        self._num_announced = hi
+        self.num_announcements += 1
+        return [SendReady(owner, self.attempt, lo, hi)]
+
+    def _holds_back(self) -> bool:
+        if self.final is not None:
+            self.plan = self.plan or NOTHING_LEFT
+            return False
+        if self.plan is None:
+            pending = Pending(self.num_blocks, len(self.block_ids), self.frame_bytes)
+            self.plan = OFF if self._planner is None else self._planner(self.plane, pending)
+        return self.plan.is_single_shot
 
     def cancel(self, reason: str, now: float, outcome: str = "aborted") -> list[SenderAction]:
         """Stop; Release follows when nothing reads the blocks."""
@@ -260,12 +295,14 @@ class SenderTransfer:
         opened = (self.owner, self.attempt, self.plane, self.wire)
         if opened != (peer, args.attempt, args.plane, args.wire):
             self._take(peer, args)
+        elif self.plan is not None and self.plan.is_single_shot and self.final is None:
+            self.plan = ASKED_AGAIN
         self._granted = max(self._granted, args.credit_bytes)
         self._touch(now)
         self.state = SenderState.STREAMING if self.final is None else SenderState.DRAINING
         actions.append(SendOpened(peer, self.attempt, self._policy.lease_s))
-        if self.block_ids:
-            actions.append(SendReady(peer, self.attempt, 0, len(self.block_ids)))
+        self._num_announced = 0  # said again: OPEN also asks for what was lost on the way
+        actions += self._announce(peer)
         if self.final is not None:
             actions.append(SendFinal(peer, self.attempt))
         if self._is_asking_back:
@@ -279,6 +316,12 @@ class SenderTransfer:
         if self.plane != "attach" or self.owner is None or not is_open:
             return []
         return [SendDrain(self.owner, self.attempt)]
+
+    @property
+    def is_single_shot(self) -> bool:
+        """Tell whether its owner was told of nothing before the prefill had ended."""
+        is_ended = self.owner is not None and self.final is not None
+        return is_ended and (self.plan is None or self.plan.is_single_shot)
 
     @property
     def num_attached(self) -> int:
@@ -313,6 +356,8 @@ class SenderTransfer:
         self._nacks.clear()
         self._pulled.clear()
         self.blocks_deduped = sum(args.have)
+        self.plan = None
+        self.num_announcements = 0
         self._reset_stream(i for i, had in enumerate(args.have) if had)
 
     def on_credit(self, peer: Peer, attempt: int, total_bytes: int) -> list[SenderAction]:

@@ -567,7 +567,10 @@ class TransferSink:
             return
         if header.type is MessageType.OPENED:
             self.counters.opened += receive.machine.state is receiver.ReceiverState.OPENING
-        self._apply(receive, receive.event(message, self._layout, self._clock.now()))
+        started = self._clock.now()
+        self._apply(receive, receive.event(message, self._layout, started))
+        if header.type is MessageType.READY:
+            receive.announce_s += self._clock.now() - started
 
     def _on_gap(self, link: PeerLink) -> None:
         self.counters.gaps += 1

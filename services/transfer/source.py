@@ -23,6 +23,7 @@ from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec, sender
+from services.transfer.announce import AnnouncePlan, CostMeter, Pending, plan_announcements
 from services.transfer.api import FinalInfo, Offer, SourceEvent, SourceReleased, SourceUnpinned
 from services.transfer.counters import SourceCounters
 from services.transfer.data_pump import DataPump
@@ -74,7 +75,7 @@ class TransferSource:
     def __init__(self, parts: EndParts, listen: ListenAt) -> None:
         config = parts.config
         check_host(listen.host, config)
-        self.counters = SourceCounters()
+        self.counters, self._meter = SourceCounters(), CostMeter()
         self._memory = parts.memory
         self._layout = parts.layout
         self._identity = parts.identity
@@ -371,8 +372,9 @@ class TransferSource:
     def _add(self, xfer_id: int, offer: Offer, num_blocks: int) -> None:
         has_tail = offer.num_tokens % self._layout.block_size != 0
         now = self._clock.now()
-        machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now)
-        offered = Offered.make(offer, machine, self._memory)
+        planner = self._plan if self._config.single_shot else None
+        machine = SenderTransfer(xfer_id, num_blocks, has_tail, self._policy, now, planner)
+        offered = Offered.make(offer, machine, self._memory, self._meter)
         self._offers.add(offered)
         self.counters.offers += 1
         self._timers.at_latest(xfer_id, machine.next_deadline())
@@ -393,7 +395,16 @@ class TransferSource:
             return
         if offered.machine.closed_reason == "":
             offered.note_sealed(lo, gens, self._memory.digests[index])
+        if lo:
+            self._meter.note_chunk(len(block_ids))
+        started = self._clock.now()
         self._apply(offered, actions)
+        if actions:
+            meter = self._meter.plane(offered.machine.plane)
+            meter.ready_s.add(self._clock.now() - started)
+
+    def _plan(self, plane: str, pending: Pending) -> AnnouncePlan:
+        return plan_announcements(pending, self._meter.costs(plane))
 
     def _finished(self, key: str, final: FinalInfo) -> None:
         offered = self._offers.by_key(key)
@@ -537,6 +548,7 @@ class TransferSource:
             self._peer_lost(out.peer.base)
         else:
             self._pump.flying(out.peer.base, machine.xfer_id, sent)
+            offered.note_data(out, now)
             self._faults.hit("mid_data")
 
     # ---- sockets ------------------------------------------------------------------------------
@@ -734,7 +746,11 @@ class TransferSource:
         if header.type is MessageType.NACK:
             indexes, tail = codec.nack_args(message.body)
             self.counters.resends += len(indexes) + tail
-        self._apply(offered, offered.event(peer, message, self._clock.now()))
+        started = self._clock.now()
+        self._apply(offered, offered.event(peer, message, started))
+        if header.type is MessageType.PULLED:
+            meter = self._meter.plane(offered.machine.plane)
+            meter.pulled_s.add(self._clock.now() - started)
 
     def _answer_unknown(self, peer: Peer, message: Message) -> None:
         header = message.header
@@ -825,6 +841,8 @@ class TransferSource:
         if surplus is not None:
             self._bury(surplus)
         self.counters.note_released(action.outcome)
+        if offered.machine.plan is not None:
+            self.counters.note_plan(offered.machine.plan.reason)
         event = SourceReleased(offered.offer.key, action.outcome, action.reason, offered.stats())
         try:
             self._on_event(event)

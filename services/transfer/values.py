@@ -74,6 +74,7 @@ class FinalArgs:
     tail_gen: int
     tail_digest: int
     prefill_us: int
+    is_single_shot: bool = False
 
     def info(self) -> FinalInfo:
         """Return what the worker shell is told; its own tail block it knows itself."""

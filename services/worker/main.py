@@ -292,6 +292,7 @@ class _Worker:
             lease_s=settings.lease_ms / 1000,
             verify_digest=settings.verify_digest,
             wire_dtype=settings.wire_dtype,
+            single_shot=settings.single_shot,
             attach_max_s=settings.attach_max_ms / 1000,
             attach_pin_share=settings.attach_pin_share,
             max_transfers=settings.max_open,

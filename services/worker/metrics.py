@@ -11,6 +11,7 @@ from services.registry.lease import RENEWAL_OUTCOMES, WorkerLease
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics, Reading
 from services.telemetry.tracing import Tracing
+from services.transfer.announce import REASONS
 from services.transfer.counters import SinkCounters, SourceCounters
 from services.transfer.key_ring import KEY_REFUSALS
 from services.transfer.sink import TransferSink
@@ -69,6 +70,7 @@ def worker_totals(
         Total(catalog.PREEMPTIONS, lambda: engine.load().preemptions),
         Total(catalog.KV_INTEGRITY_ERRORS, lambda: sink.counters.integrity_errors),
         *(_rejects(source.counters, code.name) for code in RejectCode),
+        *(_plans(source.counters, reason) for reason in REASONS),
         *transfer_faults(source.counters, sink.counters),
         *_attach_totals(engine, source.counters, sink.counters),
         *(_renewals(lease, outcome) for outcome in RENEWAL_OUTCOMES),
@@ -116,6 +118,10 @@ def _key_fault(source: SourceCounters, reason: str) -> Total:
 
 def _rejects(source: SourceCounters, code: str) -> Total:
     return Total(catalog.TRANSFER_REJECTS, lambda: source.rejects.get(code, 0), {"code": code})
+
+
+def _plans(source: SourceCounters, reason: str) -> Total:
+    return Total(catalog.TRANSFER_PLANS, lambda: source.plans.get(reason, 0), {"reason": reason})
 
 
 def _renewals(lease: WorkerLease, outcome: str) -> Total:

@@ -71,6 +71,7 @@ class WorkTracer:
                 blocks=stats.blocks_moved,
                 bytes=stats.size_bytes,
                 deduped=stats.blocks_deduped,
+                single_shot=stats.single_shot,
             )
             cursor = self._stage(catalog.SPAN_QUEUE_DECODE, work, cursor, times.queue_us)
         else:
