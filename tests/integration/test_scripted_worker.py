@@ -36,6 +36,23 @@ def test_answers_of_every_mode_are_the_computed_ones(tmp_path: Path) -> None:
         _assert_only_loopback_listens(cluster)
 
 
+@pytest.mark.parametrize("max_tokens", [8, 60])
+def test_scripted_workers_read_a_peers_pool_in_place(tmp_path: Path, max_tokens: int) -> None:
+    """What campaigns rely on: every byte of every attached block goes into every token."""
+    model_dir = make_scripted_model(tmp_path / "model")
+    reference = ScriptedReference(read_manifest(model_dir))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    expected = reference.answer(PROMPT, params)[0]
+    body = request(PROMPT, max_tokens=max_tokens, ignore_eos=True)
+    settings = {"ISTHMUS_TRANSFER__PLANES": "attach,memfd,zmq"}
+    flags = ("--engine", "scripted")
+    with LocalCluster(model_dir, prefill=1, decode=1, flags=flags, settings=settings) as cluster:
+        assert generate(cluster.grpc, body, mode="REMOTE").token_ids[0] == expected
+        planes = [set(status.planes.values()) for status in cluster.worker_statuses()]
+        assert {"attach"} in planes
+        cluster.assert_no_blocks_in_use()
+
+
 def _assert_only_loopback_listens(cluster: LocalCluster) -> None:
     """RB-122: by default no process of a cluster can be reached from elsewhere."""
     found = [
