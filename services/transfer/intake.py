@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -68,6 +69,7 @@ class Intake:
         self._apply = apply
         copy = open_copier(config)
         self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling, copy)
+        self.copy_cpu_s = 0.0  # of this thread, copying and verifying so far
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
         self._pulls_a_step = min(_STEP_BLOCKS, max(1, _STEP_BYTES // parts.layout.block_bytes))
@@ -154,11 +156,9 @@ class Intake:
             if now < due and len(receive.pulled) < _PULLED_A_MESSAGE:
                 continue
             del self._unsaid[receive]
-            started = self._clock.now()
             for lo, hi in _ranges(receive.pulled):
                 receive.send(MessageType.PULLED, pb.Pulled(lo=lo, hi=hi).SerializeToString())
             receive.pulled.clear()
-            receive.announce_s += self._clock.now() - started
 
     def grant_credit(self) -> None:
         """Let peers send what fits into the windows."""
@@ -191,13 +191,14 @@ class Intake:
             pulls = [pull for pull in pulls if not pull.in_place]
         if not pulls:
             return
-        started = self._clock.now()
+        started, cpu_s = self._clock.now(), time.thread_time()
         if receive.conversion is None:
             verdicts = self._writer.pull(machine, pool, pulls, receive.copy)
         else:
             convert, copy = receive.conversion, receive.copy
             verdicts = self._writer.pull_converted(machine, convert, pool, pulls, copy)
         receive.copy_s += self._clock.now() - started
+        self.copy_cpu_s += time.thread_time() - cpu_s
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)

@@ -7,6 +7,7 @@ delivered on this thread, the only one that writes them: once it is delivered, n
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -92,6 +93,7 @@ class TransferSink:
         self._attachments = Attachments(parts.bases, config, self.counters)
         self._lock = threading.Lock()  # guards _open_keys and _is_stopping
         self._open_keys: set[str] = set()
+        self._announced: list[Receive] = []  # told of blocks in this turn
         self._is_stopping = False
         self._inbox = Inbox()
         self._timers = Timers()
@@ -242,6 +244,17 @@ class TransferSink:
         return not self._receives or self._clock.now() >= self._stop_deadline
 
     def _turn(self) -> None:
+        cpu_s, copy_cpu_s = time.thread_time(), self._intake.copy_cpu_s
+        self._work()
+        if self._announced:
+            # All that an announcement has woken us for, but for the copying it was about.
+            copied_s = self._intake.copy_cpu_s - copy_cpu_s
+            spent_s = max(0.0, time.thread_time() - cpu_s - copied_s)
+            for receive in self._announced:
+                receive.announce_s += spent_s / len(self._announced)
+            self._announced.clear()
+
+    def _work(self) -> None:
         readable = self._poller.wait(self._wait_s())
         self._renewer.beat(self._clock.now())
         for command in self._inbox.take():
@@ -567,10 +580,9 @@ class TransferSink:
             return
         if header.type is MessageType.OPENED:
             self.counters.opened += receive.machine.state is receiver.ReceiverState.OPENING
-        started = self._clock.now()
-        self._apply(receive, receive.event(message, self._layout, started))
         if header.type is MessageType.READY:
-            receive.announce_s += self._clock.now() - started
+            self._announced.append(receive)
+        self._apply(receive, receive.event(message, self._layout, self._clock.now()))
 
     def _on_gap(self, link: PeerLink) -> None:
         self.counters.gaps += 1
