@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from services.kv.attached import PoolBases
 from services.pb import transfer_pb2 as pb
+from services.transfer.api import SinkMoveWanted
 from services.transfer.config import TransferConfig
 from services.transfer.key_ring import (
     CHECK_S,
@@ -142,6 +144,34 @@ def test_a_transfer_that_runs_when_its_key_is_retired_goes_on(cluster: Cluster) 
     assert same_content(prefill, "long", decode, blocks, 0)
     assert decode.sink.counters.blocks == 8  # none came twice
     assert outcome(prefill.events.wait("long")) == "done"
+
+
+def test_what_is_read_in_place_is_asked_home_and_stays_readable(tmp_path: Path) -> None:
+    """Plane attach: the mapping outlives the connection, so the answer goes on while it moves."""
+    old, new = make_keys(), make_keys()
+    write_ring(tmp_path / "keys", KeyRing((new, old)))
+    config = replace(
+        with_planes(CALM, "attach", "memfd"), curve_key_file=str(tmp_path / "keys"), lease_s=6.0
+    )
+    prefill, decode = make_prefill(tmp_path, config), make_decode(config, bases=PoolBases())
+    try:
+        ticket, offer = prefill.offer_all("p", 160)
+        decode.receive("d", ticket, offer)
+        kv = decode.events.wait("d").attached
+        assert kv is not None
+        write_ring(tmp_path / "keys", KeyRing((new,)))
+        wait_until(lambda: any(isinstance(e, SinkMoveWanted) for e in decode.events.all))
+        for index in range(10):
+            dest = decode.free.pop()
+            assert kv.copy_home(index, decode.memory, dest, verify=True)
+            assert decode.memory.blocks[dest].tobytes() == prefill.content("p")[index]
+        assert kv.is_current()
+        decode.sink.detach("d", is_intact=True)
+        assert outcome(prefill.events.wait("p")) in ("done", "peer_lost")
+        assert prefill.source.num_open() == 0
+    finally:
+        decode.stop()
+        prefill.stop()
 
 
 # ---- who is turned away -----------------------------------------------------------------------
