@@ -286,9 +286,10 @@ class KeyWatch:
 
 
 class Dialler:
-    """The tries of one connection: every pair of keys, and once more after a short while.
+    """The tries of one connection: every pair of keys, then again after ever longer whiles.
 
-    A peer that rebinds its socket, because a key was retired, refuses for some milliseconds.
+    A peer that rebinds its socket, because a key was retired, refuses for some milliseconds, or
+    for as long as its machine is too busy to run it.
     """
 
     def __init__(self, candidates: Callable[[], list[LinkKeys]]) -> None:
@@ -308,7 +309,7 @@ class Dialler:
         return self._left.pop(0), wait_s
 
 
-_ROUND_WAITS_S = (0.03, 0.1, 0.3)
+_ROUND_WAITS_S = (0.03, 0.1, 0.3, 0.6)
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -207,8 +207,8 @@ def test_a_dialler_tries_everything_then_waits_and_ends() -> None:
         if keys is None:
             break
         tried.append((keys, wait_s))
-    assert [keys for keys, _ in tried] == [first, second] * 4
+    assert [keys for keys, _ in tried] == [first, second] * 5
     waits = [wait_s for _, wait_s in tried]
     assert waits[0] == waits[1] == 0.0
-    assert 0 < waits[2] < waits[4] < waits[6] < 1
+    assert 0 < waits[2] < waits[4] < waits[6] < waits[8] < 1
     assert dialler.next() == (None, 0.0)
