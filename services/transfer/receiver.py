@@ -750,6 +750,6 @@ class ReceiverTransfer:
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert self._ended == (self.state not in _LIVE)
-        assert self._pending == sum(slot is Slot.ANNOUNCED for slot in self._slots)
-        missing = sum(slot in (Slot.UNKNOWN, Slot.ANNOUNCED) for slot in self._slots)
-        assert self._num_missing == missing
+        num_announced = self._slots.count(Slot.ANNOUNCED)
+        assert self._pending == num_announced
+        assert self._num_missing == num_announced + self._slots.count(Slot.UNKNOWN)
