@@ -440,9 +440,10 @@ class DealerLink:
     def _push(self, head: bytes, body: bytes) -> bool:
         try:
             self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
+            # The connection may end between the two; ZMQ takes the first part back then.
+            self._socket.send(body, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._socket.send(body, zmq.NOBLOCK)
         return True
 
     def _more(self) -> bool:

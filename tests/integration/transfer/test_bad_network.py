@@ -19,7 +19,7 @@ from services.pb import transfer_pb2 as pb
 from services.pb.common_pb2 import PLANE_ZMQ
 from services.transfer.config import KIB, MIB, TransferConfig
 from services.transfer.wire import Header, MessageType, encode
-from services.transfer.zmq_plane import MAIN, peer_base
+from services.transfer.zmq_plane import MAIN, DealerLink, new_context, peer_base
 from tests.support.transfer_ends import (
     BRISK,
     CALM,
@@ -318,6 +318,29 @@ def test_a_peer_that_does_not_read_costs_nobody_else(
         assert outcome(decode.events.wait("k")) == "ready"
         assert same_content(prefill, "k", decode, blocks, 4)
     finally:
+        context.destroy(linger=0)
+
+
+def test_a_connection_that_ends_between_two_frames_is_a_message_not_sent(
+    prefill: PrefillEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RB-098: ZMQ refuses the second frame then; what wanted to send must not fail by it."""
+    context = new_context()
+    base = peer_base("decode-9", 9)
+    dealer = DealerLink(context, prefill.source.endpoint, base, MAIN, ZMQ, None)
+    try:
+        send, parts = dealer._socket.send, iter([True, False])
+
+        def ends_in_between(data: bytes, flags: int) -> None:
+            if not next(parts):
+                raise zmq.Again
+            send(data, flags)
+
+        monkeypatch.setattr(dealer._socket, "send", ends_in_between)
+        assert dealer.send(MessageType.PING) is False
+    finally:
+        monkeypatch.undo()
+        dealer.close()
         context.destroy(linger=0)
 
 
