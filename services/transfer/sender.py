@@ -464,6 +464,11 @@ class SenderTransfer:
         self._peer_quiet = True
         return self._try_close(now)
 
+    def on_plane_lost(self, base: bytes) -> None:
+        """Note that what was sent to this owner may never arrive: its next OPEN starts anew."""
+        if self.owner is not None and self.owner.base == base:
+            self.plane = ""
+
     def on_peer_lost(self, base: bytes, now: float) -> list[SenderAction]:
         """Note a broken connection: the lease runs on, an abort need not wait for an answer."""
         if self.owner is None or self.owner.base != base:

@@ -7,6 +7,7 @@ is received over another plane by now, is thrown away with its slot: it never wa
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -212,8 +213,10 @@ class SinkGroups:
         """Abort every group."""
         for lane in self._table.all():
             self._end(lane, "the worker stops", is_told=False)
+        end = time.monotonic() + timeout_s
         for lane in self._table.dying():
-            if lane.runner is not None and not lane.runner.join(timeout_s):
+            left_s = max(0.0, end - time.monotonic())
+            if lane.runner is not None and not lane.runner.join(left_s):
                 log.error("transfer.group_stuck", group=lane.runner.spec.name)
 
     @property
@@ -347,8 +350,8 @@ class SinkGroups:
         self, link: PeerLink, message: Message, told: pb.GroupBatch, receive: Receive | None
     ) -> None:
         lane = self._lane(link, told.number)
-        if lane is None or lane.runner is None:
-            return  # of a group that was given up
+        if lane is None or lane.runner is None or told.batch < lane.next_batch:
+            return  # of a group that was given up, or said twice
         if told.batch != lane.next_batch:
             self._lost(lane, "a message about a batch was lost")  # order is all a group has
             return
@@ -382,6 +385,7 @@ class SinkGroups:
         assert lane.runner is not None
         size = coming.frame_bytes * coming.num_frames
         lane.num_inside += 1
+        lane.link.last_data = self._parts.clock.now()  # what comes has its own deadline
         lane.runner.submit(Batch(lane.free.pop(), size, False, coming))
         self._say_go(lane, coming, is_refused=False)
 

@@ -109,7 +109,7 @@ class TransferSource:
         if parts.device is not None and parts.device.kind == "cuda":
             self._export = parts.device.export_pool
         self._groups = SourceGroups(
-            parts, listen.host, self._inbox, self._send, self._has_open_on_group
+            parts, listen.host, self._inbox, self._send, self._has_open_on_group, self._group_ended
         )
         self._port: RouterPort | None = None
         self._thread: threading.Thread | None = None
@@ -700,6 +700,11 @@ class TransferSource:
             log.info("transfer.group_missing", peer=worker_id_of(peer.base), reason=why)
             self._groups.tell_gone(peer)
         return why is None
+
+    def _group_ended(self, base: bytes) -> None:
+        for offered in self._offers.open():
+            if offered.machine.plane == "nccl":
+                offered.machine.on_plane_lost(base)
 
     def _has_open_on_group(self, base: bytes) -> bool:
         return any(

@@ -7,6 +7,7 @@ cancelled transfer gives them back at once, whatever the group does.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,13 +71,15 @@ class SourceGroups:
         inbox: Inbox,
         send: SendTo,
         is_busy: Callable[[bytes], bool],
+        on_ended: Callable[[bytes], None],
     ) -> None:
-        """Take what sends a control message, and what tells if a peer has transfers open."""
+        """Take what sends a control message, whether a peer has transfers open, who is told."""
         self._incarnation = parts.incarnation
         self._config = parts.config
         self._host = host
         self._send = send
         self._is_busy = is_busy
+        self._on_ended = on_ended
         self._post = inbox.put
         self._largest_frame = max_frame_bytes(parts.layout)
         self._table: GroupTable[bytes, _Lane] = GroupTable(parts.config.max_groups)
@@ -172,8 +175,9 @@ class SourceGroups:
         """Abort every group."""
         for lane in self._table.all():
             self._end(lane, "the worker stops")
+        end = time.monotonic() + timeout_s
         for lane in self._table.dying():
-            if not lane.runner.join(timeout_s):
+            if not lane.runner.join(max(0.0, end - time.monotonic())):
                 log.error("transfer.group_stuck", group=lane.runner.spec.name)
 
     @property
@@ -206,7 +210,7 @@ class SourceGroups:
         """Tell the peer; it opens its transfers again over another plane."""
         lane = self._lane_of(runner)
         if lane is not None:
-            self._table.bury(lane.peer.base)
+            self._bury(lane)
             log.warning(
                 "transfer.group_lost",
                 group=runner.spec.name,
@@ -298,20 +302,28 @@ class SourceGroups:
 
     def _on_go(self, peer: Peer, go: pb.GroupGo) -> None:
         lane = self._lane(peer.base, go.number)
-        batch = lane.told.pop(go.batch, None) if lane is not None else None
-        if lane is None or batch is None:
+        if lane is None or go.batch not in lane.told:
+            return  # said twice, or about a group that was given up
+        if go.batch != next(iter(lane.told)):
+            # Decode has entered for the one before too: entering for this would cross them.
+            self._end(lane, "a message about a batch was lost", is_broken=True)
             return
+        batch = lane.told.pop(go.batch)
         if go.is_refused:
             lane.free.append(batch.slot)
             return
         lane.num_inside += 1
         lane.runner.submit(batch)
 
-    def _end(self, lane: _Lane, why: str) -> None:
-        self._table.bury(lane.peer.base)
+    def _end(self, lane: _Lane, why: str, *, is_broken: bool = False) -> None:
+        self._bury(lane)
         lane.runner.abort(why)
         log.info("transfer.group_left", group=lane.runner.spec.name, side="send", reason=why)
-        self._say_leave(lane.peer, lane.number, why, is_broken=False)
+        self._say_leave(lane.peer, lane.number, why, is_broken=is_broken)
+
+    def _bury(self, lane: _Lane) -> None:
+        self._table.bury(lane.peer.base)
+        self._on_ended(lane.peer.base)
 
     def _say_leave(self, peer: Peer, number: int, why: str, *, is_broken: bool) -> None:
         leave = pb.LeaveGroup(number=number, reason=codec.clip(why), is_broken=is_broken)

@@ -28,11 +28,13 @@ class Gate:
     is_open: threading.Event = field(default_factory=threading.Event)
     num_sends: int = 0
     broken_from: int | None = None  # number of the first send that breaks its group
+    breaks: frozenset[int] = frozenset()  # numbers of single ones
 
     def pass_through(self) -> None:
         """Wait for the gate."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
-        if self.broken_from is not None and number >= self.broken_from:
+        is_past = self.broken_from is not None and number >= self.broken_from
+        if is_past or number in self.breaks:
             raise GroupError("broken by the test")
         if not self.is_open.wait(20.0):
             raise GroupError("the gate was never opened")

@@ -189,6 +189,21 @@ def test_a_dead_pair_tries_again_later_with_another_number(make: Make) -> None:
     assert decode.sink.planes() == {"prefill-0": "nccl"}
 
 
+def test_without_another_plane_a_receive_goes_on_in_another_group(make: Make) -> None:
+    device = GatedDevice()
+    device.gate.is_open.set()
+    device.gate.breaks = frozenset({2})
+    prefill, decode = make(replace(SMALL, planes=("nccl",)), device)
+    started = time.monotonic()
+    ticket, offer = prefill.offer_all("k", 200)
+    blocks = decode.receive("k", ticket, offer)
+    ready = decode.events.wait("k")
+    assert isinstance(ready, SinkReady), ready
+    assert time.monotonic() - started < SMALL.progress_timeout_s  # nothing had to be missed
+    assert (ready.stats.plane, ready.stats.nacks, len(device.made)) == ("nccl", 0, 2)
+    assert same_content(prefill, "k", decode, blocks, 200 % 16)
+
+
 def test_without_another_plane_the_failure_names_the_group(make: Make) -> None:
     prefill, decode = make(ONLY, GatedDevice(refusal="no transport"), None)
     ticket, offer = prefill.offer_all("k", 40)
