@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -242,7 +241,7 @@ def make_prefill(
     """Start a source on loopback."""
     memory = KvPoolMemory.create(layout, num_blocks)
     incarnation = next(_next_incarnation)
-    device, faults = device or device_for(config), FaultPoints.from_environ(os.environ)
+    device, faults = device or device_for(config), FaultPoints()
     parts = EndParts(
         memory, identity, worker_id, incarnation, SystemClock(), config, faults, device=device
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.ids import BlockId
-from services.runtime.fault_points import VARIABLE
 from services.transfer.api import Offer
+from tests.support.groups import Gate, GatedDevice
 from tests.support.transfer_ends import (
     BRISK,
     CALM,
@@ -39,17 +39,18 @@ class EndProcess:
         times: str,
         plane: str,
         runtime_dir: Path,
-        fault: str = "",
         curve_key_file: Path | None = None,
+        free_sends: int | None = None,
     ) -> None:
+        """Start it; with `free_sends` its groups hold back every send after so many."""
         root = Path(__file__).parents[2]
         arguments = [role, times, plane, str(runtime_dir), str(curve_key_file or "")]
+        arguments += [] if free_sends is None else [str(free_sends)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.transfer_process", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=root,
-            env={**os.environ, VARIABLE: fault},
             text=True,
         )
         self.pid = self._process.pid
@@ -65,10 +66,6 @@ class EndProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self._process.stdin.flush()
-
-    def wait_for_end(self) -> None:
-        """Wait until the process has ended by itself."""
-        self._process.wait(15)
 
     def read(self) -> dict[str, Any]:
         """Return the next answer."""
@@ -142,14 +139,23 @@ def _answer(end: PrefillEnd | DecodeEnd, ask: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    role, times, plane, runtime_dir, curve_key_file = sys.argv[1:]
+    role, times, plane, runtime_dir, curve_key_file, *free_sends = sys.argv[1:]
+    gate = Gate(passes_free=int(free_sends[0])) if free_sends else None
+    device = GatedDevice(gate) if gate is not None else None
     config = with_planes({"calm": CALM, "brisk": BRISK}[times], *plane.split(","))
     config = dataclasses.replace(config, curve_key_file=curve_key_file or None)
     end: PrefillEnd | DecodeEnd
-    end = make_prefill(Path(runtime_dir), config) if role == "prefill" else make_decode(config)
+    if role == "prefill":
+        end = make_prefill(Path(runtime_dir), config, device=device)
+    else:
+        end = make_decode(config)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        answer = _answer(end, json.loads(line))
+        ask = json.loads(line)
+        if gate is not None and ask["command"] == "sends":
+            answer: dict[str, Any] = {"sends": gate.num_sends}
+        else:
+            answer = _answer(end, ask)
         print(json.dumps(answer), flush=True)
     end.stop()
 

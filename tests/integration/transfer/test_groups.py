@@ -289,22 +289,23 @@ def test_the_least_recently_used_group_makes_room(tmp_path: Path) -> None:
 
 
 def _inside_the_second_batch(process: EndProcess, decode: DecodeEnd) -> None:
-    """Leave decode in the group, waiting for a batch that its peer has told of and no more."""
+    """Leave decode in the group, waiting for a batch that its peer is about to send."""
     ticket = bytes.fromhex(process.ask("offer", key="k", num_tokens=160)["ticket"])
     decode.receive("k", ticket, Offer("k", "", 160, hashes(10), ""))
     process.ask("seal", key="k", lo=0, count=4)
     wait_until(lambda: decode.sink.counters.blocks == 4)
-    process.tell("seal", key="k", lo=4, count=6)
+    process.ask("seal", key="k", lo=4, count=6)
+    wait_until(lambda: process.ask("sends")["sends"] == 2)
 
 
 def test_a_peer_killed_in_a_batch_surfaces_within_a_second(tmp_path: Path) -> None:
     """What a dead peer has told of is not waited for until the deadline of a batch."""
-    process = EndProcess("prefill", "calm", "nccl,zmq", tmp_path, fault="mid_data:2")
+    process = EndProcess("prefill", "calm", "nccl,zmq", tmp_path, free_sends=1)
     decode = make_decode(BOTH)
     try:
         _inside_the_second_batch(process, decode)
-        process.wait_for_end()
         killed = time.monotonic()
+        process.kill()
         failed = decode.events.wait("k", 5.0)
         assert time.monotonic() - killed < 1.0
         assert (failed.code, failed.can_recompute) == ("handoff_failed", True)
@@ -316,13 +317,13 @@ def test_a_peer_killed_in_a_batch_surfaces_within_a_second(tmp_path: Path) -> No
 
 def test_a_peer_frozen_in_a_batch_is_aborted_by_our_deadline(tmp_path: Path) -> None:
     """Nothing in the group itself would ever notice."""
-    process = EndProcess("prefill", "calm", "nccl,zmq", tmp_path, fault="mid_data:2:stop")
+    process = EndProcess("prefill", "calm", "nccl,zmq", tmp_path, free_sends=1)
     decode = make_decode(replace(BOTH, group_batch_timeout_s=DEADLINE_S))
     try:
         _inside_the_second_batch(process, decode)
+        process.signal(signal.SIGSTOP)
         wait_until(lambda: decode.sink.counters.plane_fallbacks == 1, DEADLINE_S + 1.5)
         process.signal(signal.SIGCONT)
-        process.read()  # the answer to `seal`
         process.ask("finish", key="k", num_tokens=160)
         ready = decode.events.wait("k", 15.0)
         assert isinstance(ready, SinkReady), ready
