@@ -49,6 +49,8 @@ from services.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MIGRATE_RETRY_S = 0.5  # a worker that could not offer a request is asked again after this
+# A short answer may be over before its prefill worker's report has come: the end waits this long.
+REPORT_WAIT_S = 0.05
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -63,6 +65,7 @@ class OpenRequest:
     progress: Progress
     buffer: OutputBuffer
     deadline_timer: asyncio.TimerHandle | None = None
+    report_timer: asyncio.TimerHandle | None = None  # every choice is over, a report is not here
     is_settled: bool = False  # nothing of it is open at any worker, nothing is booked
 
 
@@ -129,7 +132,11 @@ class Conductor:
 
     def fail(self, request: OpenRequest, error: IsthmusError) -> None:
         """End a request with an error, at the client and at its workers."""
-        if error.spec.code == "slow_reader":
+        is_slow = error.spec.code == "slow_reader"
+        if request.progress.logical.is_over and not is_slow:
+            self._finish(request)  # the client has had its whole answer
+            return
+        if is_slow:
             request.buffer.drop()  # a client that does not read gets no memory to ignore
         request.buffer.fail(error)
         self.settle(request, error.spec.code)
@@ -151,6 +158,8 @@ class Conductor:
             self._close(leg)
         if request.deadline_timer is not None:
             request.deadline_timer.cancel()
+        if request.report_timer is not None:
+            request.report_timer.cancel()
         del self._open[progress.number]
         if not self._open:
             self._idle.set()
@@ -398,6 +407,7 @@ class Conductor:
         self._cluster.record(leg.worker_id, Outcome.SUCCESS)
         leg.is_handed_off = True
         self._close(leg)
+        self._end_if_over(request)
 
     def _choice_done(self, message: worker_pb2.Done, request: OpenRequest, leg: Leg) -> None:
         logical = request.progress.logical
@@ -411,13 +421,30 @@ class Conductor:
 
     def _deliver(self, request: OpenRequest, outputs: list[RouterOutput]) -> None:
         """Hand outputs to the client; with the last choice over, the request is."""
-        if request.progress.logical.is_over:
-            # Its figures are filled in when it is given to the client.
-            outputs = [*outputs, RequestEnd(0, 0, 0)]
         if outputs:
             request.buffer.put(outputs)
-        if request.progress.logical.is_over:
-            self.settle(request, "complete")
+        self._end_if_over(request)
+
+    def _end_if_over(self, request: OpenRequest) -> None:
+        """End a request whose choices are over, once its prefill worker has said what it did."""
+        if request.is_settled or not request.progress.logical.is_over:
+            return
+        if not request.progress.awaits_report:
+            self._finish(request)
+        elif request.report_timer is None:
+            loop = asyncio.get_running_loop()
+            request.report_timer = loop.call_later(REPORT_WAIT_S, self._finish, request)
+
+    def _finish(self, request: OpenRequest) -> None:
+        if request.is_settled:
+            return
+        try:
+            # Its figures are filled in when it is given to the client.
+            request.buffer.put([RequestEnd(0, 0, 0)])
+        except RequestError as error:
+            self.fail(request, error)
+            return
+        self.settle(request, "complete")
 
     # -- failures ----------------------------------------------------------------------------
 
@@ -433,6 +460,7 @@ class Conductor:
             self._hooks.handoff_failed(code)
         if leg.kind == PREFILL and self._outlives_prefill(progress):
             leg.has_failed = False
+            self._end_if_over(request)
             return
         error = RequestError(
             code,

@@ -98,6 +98,12 @@ class Progress:
         ]
 
     @property
+    def awaits_report(self) -> bool:
+        """Say whether the prefill worker of a hand-off has still to say what it did."""
+        prefill = self.newest(PREFILL)
+        return prefill is not None and prefill.is_open and self.newest(CONTINUE) is not None
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the cache of the worker that did the prefill."""
         for leg in reversed(self.legs):

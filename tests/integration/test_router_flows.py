@@ -59,6 +59,27 @@ async def test_remote_runs_on_both_and_adds_up(store_url: str) -> None:
         cluster.assert_clean()
 
 
+@pytest.mark.parametrize(("late_s", "chunks"), [(0.02, 3), (60.0, 0)])
+async def test_end_of_a_short_answer_waits_a_moment_for_the_prefill_report(
+    store_url: str, late_s: float, chunks: int
+) -> None:
+    """Decode may be done before the prefill worker's last frame is here, which may never come."""
+
+    async def late_report(worker: FakeWorker, job: Job) -> None:
+        worker.send_ticket(job)
+        worker.send_tokens(job, 0, 0, 1)
+        await asyncio.sleep(late_s)
+        timing = common_pb2.Timing(prefill_us=100, prefill_chunks=3)
+        worker.send_done(job, handed_off=True, timing=timing)
+
+    async with running_cluster(store_url, [prefill(script=late_report), decoder()]) as cluster:
+        call = make_call(max_tokens=2)
+        answer = await asyncio.wait_for(cluster.ask(call), 5.0)
+        assert answer.tokens() == reference(call)
+        assert answer.end.timing.prefill_chunks == chunks
+        await eventually(lambda: cluster.router.num_open == 0)
+
+
 async def test_tokens_are_acknowledged(store_url: str) -> None:
     """api.md rule 2: workers may forget what the router has taken over."""
     async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
