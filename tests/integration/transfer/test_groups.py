@@ -177,11 +177,11 @@ def test_a_dead_pair_tries_again_later_with_another_number(make: Make) -> None:
     device = GatedDevice()
     device.gate.is_open.set()
     device.gate.broken_from = 1
-    prefill, decode = make(replace(SMALL, group_retry_s=0.3), device)
+    prefill, decode = make(replace(SMALL, group_retry_s=2.0), device)
     hand_off(prefill, decode, "broken")
     device.gate.broken_from = None
     assert hand_off(prefill, decode, "at-once") == "zmq"
-    threading.Event().wait(0.35)
+    threading.Event().wait(2.0)
     assert hand_off(prefill, decode, "later") == "nccl"
     numbers = [int(spec.name.rpartition("/")[2]) for spec in device.made]
     assert len(numbers) == 2
