@@ -397,7 +397,9 @@ class SenderTransfer:
         if not fresh:
             return []
         self._unpinned.update(fresh)
-        # Asked for again, and then it came: what is given back can be sent no more.
+        # Asked for again, or to be sent anew on another connection, when word came that it is
+        # there: what is given back can be sent no more.
+        self._sent.update(fresh)
         still_held = [index for index in self._resend if index not in self._unpinned]
         self._resend.clear()
         self._resend.extend(still_held)

@@ -82,6 +82,21 @@ def test_a_block_that_was_asked_for_again_and_then_came_is_not_sent_after_it_wen
     assert sender.take_data() is None
 
 
+def test_what_went_back_is_not_sent_anew_on_another_connection() -> None:
+    """RB-010: the stream began again, and word of what the first one brought came after that."""
+    sender = _opened("zmq")
+    sender.on_prefill_finished(_final())
+    again = Peer(A.base, A.base + b"m5678")
+    sender.on_open(again, OpenArgs(1, NONE_HAD, "zmq", 3 * BLOCK_BYTES), 1.2)
+    sender.unpin()
+    assert _unpins(sender.on_pulled(again, 1, 0, 2, 1.3)) == [4, 5]
+    out = sender.take_data()
+    assert out is not None
+    assert out.indexes == (2,)
+    assert sender.take_data() is None
+    sender.check_integrity()
+
+
 def test_pulled_of_a_fenced_attempt_counts_for_nothing() -> None:
     sender = _opened("memfd")
     sender.on_prefill_finished(_final())
