@@ -6,10 +6,12 @@ owner, so a pull goes on even after the owner was killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +155,9 @@ class PoolServer:
         self._max_peers = max_peers
         self._peers: dict[int, _PoolPeer] = {}
         self._bells: dict[bytes, Doorbell] = {}
+        self._silent: OrderedDict[int, float] = OrderedDict()  # who asked nothing yet, and since
         self._num_accepted = 0
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # see _turn_away
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(self.path)
@@ -161,17 +165,22 @@ class PoolServer:
             self._listener.listen(64)
         except BaseException:
             self._listener.close()
+            os.close(self._spare)
             raise
 
     def fileno(self) -> int:
         """Return the listener's descriptor."""
         return self._listener.fileno()
 
-    def accept(self) -> int | None:
+    def accept(self, now: float) -> int | None:
         """Accept one peer of our own user; return its descriptor, or None."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
+            return None
+        except OSError as error:  # this process has no descriptor left, or the kernel no memory
+            log.warning("transfer.pool_peer_turned_away", reason=os.strerror(error.errno or 0))
+            self._turn_away()
             return None
         if len(self._peers) >= self._max_peers or _peer_uid(connection) != os.geteuid():
             connection.close()
@@ -179,7 +188,19 @@ class PoolServer:
         connection.setblocking(False)
         self._num_accepted += 1
         self._peers[connection.fileno()] = _PoolPeer(connection, self._num_accepted)
+        self._silent[connection.fileno()] = now
         return connection.fileno()
+
+    def drop_silent(self, before: float) -> list[int]:
+        """Cut off who came before a time and has asked nothing; return the closed descriptors."""
+        dropped: list[int] = []
+        while self._silent:
+            fd, since = next(iter(self._silent.items()))
+            if since >= before:
+                break
+            self._close(self._peers[fd])
+            dropped.append(fd)
+        return dropped
 
     def read(self, fd: int, limit: int) -> list[tuple[Peer, Message | WireError]]:
         """Read what a connection says: its request, which is answered, then messages.
@@ -242,7 +263,19 @@ class PoolServer:
         for entry in list(self._peers.values()):
             self._close(entry)
         self._listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
         Path(self.path).unlink(missing_ok=True)
+
+    def _turn_away(self) -> None:
+        """Hang up on the next caller: one that is left waiting would wake us without end."""
+        if self._spare >= 0:
+            os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = -1
+        with contextlib.suppress(OSError):  # taken meanwhile: the next call tries again
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _answer(self, entry: _PoolPeer) -> None:
         try:
@@ -254,6 +287,7 @@ class PoolServer:
         base = _parse_request(packet)
         if base is None or not self._hand_over(entry.connection):
             raise self._lost(entry)
+        self._silent.pop(entry.connection.fileno(), None)
         entry.peer = bell_peer(base, entry.number)
         self._bells[entry.peer.route] = Doorbell(entry.connection, self._incarnation)
 
@@ -264,6 +298,7 @@ class PoolServer:
 
     def _close(self, entry: _PoolPeer) -> None:
         del self._peers[entry.connection.fileno()]
+        self._silent.pop(entry.connection.fileno(), None)
         if entry.peer is not None:
             del self._bells[entry.peer.route]
         entry.connection.close()
@@ -321,7 +356,11 @@ class PoolClient:
 
     def __init__(self, path: str, base: bytes) -> None:
         self.device_handle = b""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+            self._socket = socket.socket(socket.AF_UNIX, kind)
+        except OSError as error:
+            raise HandoverError(f"no socket ({error.strerror})") from error
         try:
             self._socket.connect(path)
             if _peer_uid(self._socket) != os.geteuid():

@@ -558,7 +558,7 @@ class TransferSource:
             if not isinstance(fd, int) or fd == self._inbox.fileno():
                 continue
             if fd == server.fileno():
-                accepted = server.accept()
+                accepted = server.accept(self._clock.now())
                 if accepted is not None:
                     self._poller.add(accepted)
                 continue
@@ -570,6 +570,9 @@ class TransferSource:
                 continue
             for peer, message in heard:
                 self._take(peer.route, message)
+        # After reading: what it asked may have come while we were stopped.
+        for fd in server.drop_silent(self._clock.now() - self._config.connect_timeout_s):
+            self._poller.remove(fd)
 
     def _take(self, route: bytes, message: Message | WireError) -> None:
         """Handle what a connection said, unless it has said too much that makes no sense."""
