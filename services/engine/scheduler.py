@@ -262,7 +262,7 @@ class Scheduler:
             return
         if request.state is not RequestState.RECEIVING:
             raise RuntimeError(f"KV received in state {request.state.value}")
-        wrong = _why_unusable(request, first, kv_form)
+        wrong = _why_unusable(request, first, kv_form, self.config.vocab_size)
         if wrong:
             self._take_back(request)
             self._end(request, EndReason.ERROR, "internal", wrong, now)
@@ -1010,12 +1010,16 @@ def _why_it_stays(request: Request | None) -> str:
     return ""
 
 
-def _why_unusable(request: Request, first: tuple[FirstToken, ...], kv_form: str) -> str:
+def _why_unusable(
+    request: Request, first: tuple[FirstToken, ...], kv_form: str, vocab_size: int
+) -> str:
     """Say why what was received is not this work item's; empty when it is."""
     choices = [token.choice for token in first]
     num_choices = request.source.sampling.n
     if not choices or len(set(choices)) != len(choices) or max(choices) >= num_choices:
         return "FINAL names wrong choices"
+    if not all(0 <= token.token_id < vocab_size for token in first):
+        return "FINAL names a token outside the vocabulary"  # no step could read its row
     if request.source.generated and first[0].token_id != request.source.generated[-1]:
         return "FINAL does not go on where the work item does"
     if request.trunk.num_sealed and kv_form != request.trunk.kv_form:

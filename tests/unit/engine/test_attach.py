@@ -229,11 +229,13 @@ def test_a_receive_nobody_waits_for_any_more_lets_go() -> None:
     assert released(output) == [True]
 
 
-def test_a_final_that_does_not_fit_lets_go() -> None:
+@pytest.mark.parametrize("first", [FirstToken(7, 1), FirstToken(0, 1 << 31)])
+def test_a_final_that_does_not_fit_lets_go(first: FirstToken) -> None:
+    """A choice that was not asked for, or a token that would end the step of a whole batch."""
     rig, peer = EngineRig(), AttachedPeer()
     prompt = prompt_of(50)
     output = submit(rig, "r", prompt, 5)
-    receive(rig, "r", peer.attach(prompt), (FirstToken(7, 1),))
+    receive(rig, "r", peer.attach(prompt), (first,))
     assert released(output) == [True]
     assert output.end.error_code == "internal"
     rig.assert_at_rest()
