@@ -103,6 +103,7 @@ class LinkTable:
             self._connected(receive, link)
         else:
             self._waiting.setdefault(target, []).append(receive)
+            self.settle(link)  # there may be no socket for it
 
     def settle(self, link: PeerLink) -> None:
         """Tell the receives that wait for a connection how it went."""

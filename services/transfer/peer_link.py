@@ -32,7 +32,7 @@ from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import KEY_TROUBLE, MAIN, Poller, SinkContext, peer_base
+from services.transfer.zmq_plane import KEY_TROUBLE, MAIN, NoSocket, Poller, SinkContext, peer_base
 
 log = get_logger(__name__)
 
@@ -101,9 +101,14 @@ class PeerLink:
         base = peer_base(self._end.worker_id, self._end.incarnation)
         limit = max_frame_bytes(self._end.layout)
         endpoint, keys = self.target.endpoint, self.link_keys
-        self.dealer = open_dealer(self._context, endpoint, base, MAIN, self._config, keys, limit)
+        self._is_dialled, self._dial_at = False, None
+        try:
+            dealer = open_dealer(self._context, endpoint, base, MAIN, self._config, keys, limit)
+        except NoSocket as error:
+            self._fail("handoff_failed", f"no socket for a connection ({error})")
+            return
+        self.dealer, self._is_dialled = dealer, True
         self._poller.add(self.dealer)
-        self._is_dialled, self._dial_at = True, None
         self.dealer.send(MessageType.HELLO, hello_body(self._end))
 
     def redial(self, why: str, now: float) -> bool:

@@ -20,7 +20,7 @@ from services.transfer.fault_plane import open_dealer
 from services.transfer.key_ring import KeyWatch
 from services.transfer.loop import Inbox
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import RENEW, DealerLink, Poller, SinkContext
+from services.transfer.zmq_plane import RENEW, DealerLink, NoSocket, Poller, SinkContext
 
 log = get_logger(__name__)
 
@@ -137,7 +137,11 @@ class LeaseRenewer:
         for target, xfer_ids in wanted.items():
             watch = self._watches.setdefault(target, _Watch(target))
             watch.xfer_ids = xfer_ids
-            link = self._link_of(watch)
+            try:
+                link = self._link_of(watch)
+            except NoSocket as error:  # the others have to be renewed all the same
+                log.warning("transfer.renew_no_socket", reason=str(error))
+                continue
             link.send(MessageType.PING, pb.Ping(sent_ns=round(now * 1e9)).SerializeToString())
             if is_renew and is_turning:
                 self._renew(watch, link)

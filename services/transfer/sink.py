@@ -99,7 +99,7 @@ class TransferSink:
         self._timers = Timers()
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())
-        self._context = new_context()
+        self._context = new_context(config)
         self._stop_deadline: float | None = None
         self._has_backlog = False
         self._thread: threading.Thread | None = None

@@ -29,6 +29,8 @@ log = get_logger(__name__)
 MAIN, RENEW = b"m", b"r"  # channels of one peer
 _SUFFIX_BYTES = 1 + 4  # channel, connection number
 _HWM_MESSAGES = 256
+_SOCKETS_A_PEER = 6  # link and renewals: a socket each, and the two ends of its monitor
+_SPARE_SOCKETS = 256  # closed ones count until ZMQ's own thread has reaped them
 _MAX_BACKLOG = 1024
 _SNDBUF_BYTES = MIB  # what the kernel holds cannot be taken back by an abort
 
@@ -38,6 +40,10 @@ SinkContext = zmq.Context[zmq.Socket[bytes]]
 
 class PeerGone(Exception):
     """The connection is broken, or the peer reads too slowly to be one."""
+
+
+class NoSocket(Exception):
+    """There is no descriptor, or no address, to make a connection with."""
 
 
 class DataSent:
@@ -360,10 +366,23 @@ class DealerLink:
         self._incarnation = int.from_bytes(base[-8:], "little")
         self._seq = 0
         self._rest = False
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, base + channel + secrets.token_bytes(4))
+        self._max_frame_bytes = max_frame_bytes
+        try:
+            self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise NoSocket(error.strerror) from error
+        try:
+            self._connect(endpoint, base + channel + secrets.token_bytes(4), config, keys)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise NoSocket(error.strerror) from error
+
+    def _connect(
+        self, endpoint: str, identity: bytes, config: TransferConfig, keys: LinkKeys | None
+    ) -> None:
+        self._socket.setsockopt(zmq.IDENTITY, identity)
         _set_common(self._socket, config)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, 2 * MIB))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(self._max_frame_bytes, 2 * MIB))
         # A broken connection stays broken: whoever owns the link decides about another one.
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(config.connect_timeout_s * 1000))
@@ -465,9 +484,12 @@ for _event in _BROKEN:
     _MONITORED |= int(_event)
 
 
-def new_context() -> SinkContext:
-    """Make the context of one sink."""
-    return zmq.Context()
+def new_context(config: TransferConfig) -> SinkContext:
+    """Make the context of one sink, with room for the connections to all its peers."""
+    context: SinkContext = zmq.Context()
+    wanted = _SOCKETS_A_PEER * config.max_peers + _SPARE_SOCKETS
+    context.set(zmq.MAX_SOCKETS, min(wanted, context.get(zmq.SOCKET_LIMIT)))
+    return context
 
 
 def _set_common(socket: zmq.Socket[bytes], config: TransferConfig) -> None:

@@ -325,7 +325,7 @@ def test_a_connection_that_ends_between_two_frames_is_a_message_not_sent(
     prefill: PrefillEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RB-098: ZMQ refuses the second frame then; what wanted to send must not fail by it."""
-    context = new_context()
+    context = new_context(CALM)
     base = peer_base("decode-9", 9)
     dealer = DealerLink(context, prefill.source.endpoint, base, MAIN, ZMQ, None)
     try:

@@ -1,26 +1,31 @@
-"""The pool's socket under callers that take without asking, and in a process short of handles."""
+"""Sockets under callers that take without asking, and in a process that has none left."""
 
 from __future__ import annotations
 
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
 from services.kv.memory import KvPoolMemory
 from services.transfer.memfd_plane import HandoverError, PoolClient, PoolServer
-from services.transfer.zmq_plane import peer_base
+from services.transfer.zmq_plane import RENEW, DealerLink, NoSocket, new_context, peer_base
 from tests.support.transfer_ends import (
+    BRISK,
     CALM,
     LAYOUT,
     make_decode,
     make_prefill,
     outcome,
+    wait_until,
     with_planes,
 )
 
@@ -106,3 +111,65 @@ def test_silent_callers_do_not_keep_the_pool_from_others(tmp_path: Path) -> None
             caller.close()
         decode.stop()
         prefill.stop()
+
+
+def test_a_receive_without_a_socket_fails_at_once_and_the_next_one_is_served(
+    tmp_path: Path,
+) -> None:
+    """Nothing was reserved, so nobody else would ever look at it again."""
+    prefill, decode = make_prefill(tmp_path), make_decode()
+    try:
+        ticket, offer = prefill.offer_all("k", 50)
+        with _no_descriptor_left():
+            decode.open("k", ticket, offer)
+            failed = decode.events.wait("k")
+        assert outcome(failed) == "handoff_failed"
+        assert "no socket" in failed.message
+        assert decode.sink.num_open() == 0
+        decode.receive("again", ticket, offer)
+        assert outcome(decode.events.wait("again")) == "ready"
+    finally:
+        decode.stop()
+        prefill.stop()
+
+
+def test_leases_are_renewed_though_one_peer_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first in the table has no socket; those behind it must not pay with their leases."""
+    dial, refused = DealerLink.__init__, set[str]()
+
+    def dial_but_one(link: DealerLink, context: Any, endpoint: str, *rest: Any) -> None:
+        if rest[1] == RENEW and endpoint in refused:
+            raise NoSocket("Too many open files")
+        dial(link, context, endpoint, *rest)
+
+    monkeypatch.setattr(DealerLink, "__init__", dial_but_one)
+    ends = [make_prefill(tmp_path / f"p{i}", BRISK, worker_id=f"prefill-{i}") for i in range(2)]
+    refused.add(ends[0].source.endpoint)
+    decode = make_decode(BRISK)
+    try:
+        offers = [end.offer(f"k{i}", 50) for i, end in enumerate(ends)]
+        for i, (ticket, offer) in enumerate(offers):
+            decode.open(f"k{i}", ticket, offer)  # no blocks yet: only its lease is a sign of life
+        assert ends[0].events.wait("k0").outcome == "peer_lost"
+        sleep_past = time.monotonic() + BRISK.lease_s
+        wait_until(lambda: time.monotonic() > sleep_past)
+        assert ends[1].events.of("k1") == []
+        decode.reserve("k1", offers[1][1])
+        ends[1].seal("k1", 0, 3)
+        ends[1].finish("k1", 50)
+        assert outcome(decode.events.wait("k1")) == "ready"
+    finally:
+        decode.stop()
+        for end in ends:
+            end.stop()
+
+
+def test_a_sink_has_room_for_sockets_to_all_its_peers() -> None:
+    """ZMQ's own limit is 1,023; it was used up at 190 peers, and then no lease was renewed."""
+    context = new_context(CALM)
+    try:
+        assert context.get(zmq.MAX_SOCKETS) >= 6 * CALM.max_peers
+    finally:
+        context.term()
