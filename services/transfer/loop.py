@@ -58,11 +58,6 @@ class Inbox:
             if has_work and not run_now():
                 self.wake()
 
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether no command waits."""
-        return not self._commands
-
     def wake(self) -> None:
         """Wake the thread without a command."""
         with self._lock:

@@ -1,8 +1,9 @@
 """Prefill end: a thread that owns the ROUTER socket, every sender session and the pool's readers.
 
 The engine lends blocks by `blocks_sealed` and `prefill_finished`; they go back by one
-SourceReleased, delivered on this thread, which is the one that reads them (over ZMQ) or that
-knows who does (memfd).
+SourceReleased, delivered by whoever holds the turn lock. That is this thread, which reads them
+(over ZMQ) or knows who does (memfd); or, while it waits for something to do, the engine's thread
+at the end of a `batch`.
 """
 
 from __future__ import annotations
@@ -227,9 +228,10 @@ class TransferSource:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_finished():
+        is_running = True
+        while is_running:
             try:
-                self._turn()
+                is_running = self._turn()
             except Exception:  # the outermost loop: one bad turn must not end the handoffs
                 log.exception("transfer.source_turn_failed")
                 threading.Event().wait(0.01)
@@ -240,13 +242,17 @@ class TransferSource:
             return False
         return not self._offers.open() or self._clock.now() >= self._stop_deadline
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Wait for something to do, and do it; False when there will be nothing any more."""
         with self._turn_lock:
+            if self._is_finished():
+                return False
             wait_s = self._wait_s()
             self._wakes_at = self._clock.now() + wait_s
         readable = self._poller.wait(wait_s)
         with self._turn_lock:
             self._handle_all(readable)
+        return True
 
     def _handle_all(self, readable: set[object]) -> None:
         self._run_commands()
@@ -269,8 +275,9 @@ class TransferSource:
         try:
             self._is_lent = True
             self._run_commands()
-            self._ring()
-            is_all = not self._pump.is_hungry and self._inbox.is_empty
+            self._guarded(self._ring)  # a fault of ours must not end the caller's step
+            # What was put off has woken it already.
+            is_all = not self._pump.is_hungry and not self._is_finished()
             return is_all and self._clock.now() + self._wait_s() >= self._wakes_at - _EARLY_S
         finally:
             self._is_lent = False

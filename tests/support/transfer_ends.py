@@ -76,6 +76,7 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[Any] = []
+        self.deliverers: dict[str, int] = {}  # key -> the thread its last event came on
         self._changed = threading.Condition()
 
     def __call__(self, event: Any) -> None:
@@ -83,6 +84,7 @@ class Events:
         print(f"{time.monotonic():.3f}", event, file=sys.stderr)  # shown with a test that fails
         with self._changed:
             self.all.append(event)
+            self.deliverers[event.key] = threading.get_ident()
             self._changed.notify_all()
 
     def of(self, key: str) -> list[Any]:
