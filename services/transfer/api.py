@@ -1,7 +1,8 @@
 """What the worker shell says to the two ends of the transfer layer, and what they say back.
 
-Both ends run on threads of their own; commands are thread-safe and never block for I/O, events
-are delivered on the transfer thread. A key is the worker's name of the request (RequestKey).
+Both ends run on threads of their own; commands are thread-safe and never block for I/O. Events
+are delivered on those threads, or on the caller's before a command or a `batch` returns. A key is
+the worker's name of the request (RequestKey).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Source(Protocol):
         ...
 
     def batch(self) -> AbstractContextManager[None]:
-        """Take what is announced inside together: one wake-up at the end instead of one each."""
+        """Take what is announced inside together, at the end: with one wake-up, or with none."""
         ...
 
     def blocks_sealed(self, key: str, lo: int, block_ids: Sequence[BlockId]) -> None:

@@ -1,7 +1,7 @@
 """Control messages over the Unix socket that handed the pool over, several in a packet.
 
-The same messages as over ZMQ, but written and read by the transfer threads themselves: no I/O
-thread has to wake up on either side. The kernel keeps them in order and loses none, so whatever
+The same messages as over ZMQ, but written and read by the ends' own threads: no I/O thread has
+to wake up on either side. The kernel keeps them in order and loses none, so whatever
 belongs to one transfer goes one way: over the route on which its OPEN came.
 
 A message leaves with the next `flush`, together with all that were sent before it: every system
@@ -49,7 +49,7 @@ def bell_peer(base: bytes, number: int) -> Peer:
 
 
 class Doorbell:
-    """One end of a connection; belongs to one thread and never blocks it."""
+    """One end of a connection; for one thread at a time, which it never blocks."""
 
     def __init__(self, connection: socket.socket, incarnation: int) -> None:
         """Take over a connected SOCK_SEQPACKET socket; whoever made it closes it."""
