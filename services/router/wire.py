@@ -18,12 +18,9 @@ from services.router.timing import StageTimes
 PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"
 
 _PLANES = {
-    common_pb2.PLANE_ATTACH: "attach",
-    common_pb2.PLANE_MEMFD: "memfd",
-    common_pb2.PLANE_CUDA_IPC: "cuda_ipc",
-    common_pb2.PLANE_NCCL: "nccl",
-    common_pb2.PLANE_ZMQ: "zmq",
-    common_pb2.PLANE_MEMORY: "memory",
+    number: name.removeprefix("PLANE_").lower()
+    for name, number in common_pb2.Plane.items()
+    if number != common_pb2.PLANE_UNSPECIFIED
 }
 
 

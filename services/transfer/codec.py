@@ -14,6 +14,7 @@ from services.pb import common_pb2
 from services.pb import transfer_pb2 as pb
 from services.transfer.api import FirstTokenInfo
 from services.transfer.config import KIB
+from services.transfer.planes import PLANES_BEST_FIRST
 from services.transfer.values import FinalArgs, OpenArgs, ReadyArgs, RejectCode, U64Array
 from services.transfer.wire import WireError
 
@@ -24,13 +25,7 @@ _MAX_TRACEPARENT = 256
 _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
 
-_PLANE_OF = {
-    "attach": common_pb2.PLANE_ATTACH,
-    "memfd": common_pb2.PLANE_MEMFD,
-    "cuda_ipc": common_pb2.PLANE_CUDA_IPC,
-    "nccl": common_pb2.PLANE_NCCL,
-    "zmq": common_pb2.PLANE_ZMQ,
-}
+_PLANE_OF = {name: common_pb2.Plane.Value(f"PLANE_{name.upper()}") for name in PLANES_BEST_FIRST}
 _NAME_OF = {number: name for name, number in _PLANE_OF.items()}
 
 

@@ -9,6 +9,7 @@ from services.common.config import IsthmusConfig, load_config
 from services.common.config_source import dump_yaml, iter_fields, public_values
 from services.common.errors import ConfigError
 from services.common.settings import Section, setting
+from services.transfer.planes import DEFAULT_PLANES, PLANES_BEST_FIRST
 
 SENTINEL = "s3ntinel-passw0rd"
 
@@ -172,3 +173,12 @@ def test_what_is_not_built_is_refused_at_start(name: str) -> None:
     """RB-035: no draft model whose state a handoff would lose can be asked for."""
     with pytest.raises(ConfigError, match=name.partition(".")[2]):
         load_config(None, {}, {name: "x"})
+
+
+def test_every_plane_can_be_asked_for_and_the_defaults_are_those_of_the_transfer_layer() -> None:
+    """The file that checks configurations is below the one that knows planes."""
+    every = load_config(None, {}, {"transfer.planes": PLANES_BEST_FIRST})
+    assert every.transfer.planes == PLANES_BEST_FIRST
+    assert load_config(None, {}, {}).transfer.planes == DEFAULT_PLANES
+    with pytest.raises(ConfigError, match="Input should be"):
+        load_config(None, {}, {"transfer.planes": ("fault",)})
