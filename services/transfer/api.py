@@ -67,6 +67,9 @@ class TransferStats:
     single_shot: bool = False  # nothing was announced before the prefill had ended
 
 
+NO_STATS = TransferStats(plane="", peer="")  # of a transfer that never opened
+
+
 @dataclass(frozen=True, slots=True)
 class SourceReleased:
     """The sender no longer reads the blocks of `key`; sent exactly once per offer."""

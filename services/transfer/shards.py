@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from services.common.ids import BlockHash, BlockId
 from services.kv.form import EXACT, UNKNOWN
 from services.transfer.api import (
+    NO_STATS,
     ReceiveEnd,
     SinkEvent,
     SinkMoveWanted,
@@ -24,8 +25,6 @@ from services.transfer.cover import Shard, cover_fault
 from services.transfer.receive import OpenRequest
 from services.transfer.sink import TransferSink
 from services.transfer.ticket import TicketError, read_unverified
-
-NO_STATS = TransferStats(plane="", peer="")
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.telemetry.logs import get_logger
 from services.transfer import receiver
 from services.transfer.api import (
+    NO_STATS,
     SinkEvent,
     SinkMoveWanted,
     SinkReady,
@@ -652,7 +653,7 @@ class TransferSink:
         stats: TransferStats | None = None,
     ) -> None:
         self.counters.note_released(code)
-        self._emit(SinkReleased(key, code, message, can_recompute, stats or _NO_STATS))
+        self._emit(SinkReleased(key, code, message, can_recompute, stats or NO_STATS))
 
     def _emit(self, event: SinkEvent) -> None:
         with self._lock:
@@ -661,6 +662,3 @@ class TransferSink:
             self._on_event(event)
         except Exception:  # a listener's fault is not the transfer's
             log.exception("transfer.sink_listener_failed")
-
-
-_NO_STATS = TransferStats(plane="", peer="")
