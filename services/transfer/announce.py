@@ -61,9 +61,7 @@ class Pending:
     frame_bytes: int
 
 
-def plan_announcements(
-    pending: Pending, costs: Costs, max_exposed_s: float = MAX_EXPOSED_S
-) -> AnnouncePlan:
+def plan_announcements(pending: Pending, costs: Costs) -> AnnouncePlan:
     """Decide for one prompt. Never a single shot where it would expose more than it saves."""
     announce_s, copy_s_per_byte = costs.announce_s, costs.copy_s_per_byte
     if announce_s is None or copy_s_per_byte is None or costs.chunk_blocks is None:
@@ -79,7 +77,7 @@ def plan_announcements(
     most_blocks = max(float(pending.num_sealed), chunk_blocks if num_later else 0.0)
     if most_blocks * copy_s > announce_s:
         return AnnouncePlan(False, "hides_more", hidden_s, cost_s)
-    if hidden_s > max_exposed_s:
+    if hidden_s > MAX_EXPOSED_S:
         return AnnouncePlan(False, "copy_too_long", hidden_s, cost_s)
     return AnnouncePlan(True, "costs_more", hidden_s, cost_s)
 

@@ -131,9 +131,9 @@ class FaultyDealer(DealerLink):
         """Return why the connection is broken, or None."""
         return "cut by the script" if self._is_cut else super().broken()
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self) -> None:
         """Close the connection and let no timer wake it."""
-        super().close(linger_ms)
+        super().close()
         self._wake.close()
 
     def _push(self, head: bytes, body: bytes) -> bool:

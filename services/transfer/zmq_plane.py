@@ -450,11 +450,11 @@ class DealerLink:
             reason = reason or _BROKEN.get(zmq.Event(event["event"]))
         return reason
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self) -> None:
         """Close the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
+        self._socket.close(linger=0)
 
     def _push(self, head: bytes, body: bytes) -> bool:
         try:
