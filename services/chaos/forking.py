@@ -20,7 +20,7 @@ ZYGOTE = "services.chaos.zygote"
 SCRIPTED = "services.chaos.scripted_worker"
 START_TIMEOUT_S = 30.0  # a busy machine loads a program slowly
 STOP_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 96 << 10
+MAX_MESSAGE_BYTES = 96 << 10  # both ways; fits a socket's buffer as one datagram
 
 
 class ZygoteLost(RuntimeError):

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import uvloop  # noqa: F401 - loaded here once instead of in every worker
 
 from services.chaos import scripted_worker
+from services.chaos.forking import MAX_MESSAGE_BYTES
 from services.runtime.process import PARENT_VARIABLE, die_with_parent
 
-MAX_MESSAGE_BYTES = 96 << 10  # fits a socket's buffer as one datagram
 _STDOUT, _STDERR = 1, 2
 
 
