@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grpc
@@ -18,6 +17,7 @@ import pytest
 from services.bench.local_cluster import LocalCluster as Cluster
 from services.pb import inference_pb2, inference_pb2_grpc, worker_pb2
 from tests.support.generate import Answer, collect, generate, request
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -119,13 +119,6 @@ def alone(toy_dir: Path) -> list[list[int]]:
 def held(toy_dir: Path) -> Iterator[Cluster]:
     with Cluster(toy_dir, prefill=1, decode=1, settings=HELD) as running:
         yield running
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 def event_count(cluster: Cluster, what: str) -> int:

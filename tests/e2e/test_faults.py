@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ import pytest
 from services.bench.local_cluster import LocalCluster as Cluster
 from services.pb import inference_pb2, inference_pb2_grpc
 from tests.support.generate import collect, generate, request
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -61,16 +62,6 @@ class Stream(threading.Thread):
             if index == 3:
                 self.first.set()
             yield frame
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll until true; fail with what was waited for."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"not within {timeout_s} s: {what}")
 
 
 def test_killed_decode_worker_cuts_only_its_own_streams(cluster: Cluster) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from services.bench.handoff_source import device_for
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
 from services.kv.attached import PoolBases
@@ -36,7 +36,6 @@ from services.transfer.end_parts import EndParts, ListenAt
 from services.transfer.shards import ShardedSink
 from services.transfer.sink import TransferSink
 from services.transfer.source import TransferSource
-from services.worker.torch_groups import TorchDevice
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=32, kv_dtype="float32")
 IDENTITY = KvIdentity(
@@ -225,11 +224,6 @@ class DecodeEnd:
 _next_incarnation = iter(range(1_000, 1_000_000))
 
 
-def device_for(config: TransferConfig) -> Device | None:
-    """Return what the planes of a configuration need: groups on gloo for nccl."""
-    return TorchDevice(torch.device("cpu")) if "nccl" in config.planes else None
-
-
 def make_prefill(
     runtime_dir: Path,
     config: TransferConfig = CALM,
@@ -243,7 +237,7 @@ def make_prefill(
     """Start a source on loopback."""
     memory = KvPoolMemory.create(layout, num_blocks)
     incarnation = next(_next_incarnation)
-    device, faults = device or device_for(config), FaultPoints()
+    device, faults = device or device_for(config.planes), FaultPoints()
     parts = EndParts(
         memory, identity, worker_id, incarnation, SystemClock(), config, faults, device=device
     )
@@ -266,7 +260,7 @@ def make_decode(
     """Start a sink."""
     memory = KvPoolMemory.create(layout, num_blocks)
     incarnation = next(_next_incarnation)
-    device, faults = device or device_for(config), FaultPoints()
+    device, faults = device or device_for(config.planes), FaultPoints()
     parts = EndParts(
         memory, identity, worker_id, incarnation, SystemClock(), config, faults, bases, device
     )
