@@ -21,7 +21,6 @@ class SourceCounters:
     asked_back: int = 0  # times a reader in place was asked to move
     plans: dict[str, int] = field(default_factory=dict)  # how prompts were announced, by reason
     unpinned: int = 0  # blocks given back before their transfer's end
-
     key_refusals: dict[str, int] = field(default_factory=dict)  # peers turned away, by reason
     key_file_errors: int = 0  # changes of the key file that could not be used
 
@@ -50,7 +49,7 @@ class SinkCounters:
     blocks: int = 0  # written and verified
     ready: int = 0
     attached: int = 0  # blocks verified in place, to be read there
-    attach_refused: int = 0  # receives copied because all pool numbers were taken
+    attach_refused: int = 0  # receives that were agreed to be read in place, and were copied
     released: dict[str, int] = field(default_factory=dict)  # by code
     integrity_errors: int = 0
     bad_frames: int = 0

@@ -1,7 +1,7 @@
 """What the transfer layer asks of the device a pool is computed on; implemented where torch is.
 
 A worker without one (its pool is plain memory, and nothing of torch is loaded) has the planes
-memfd and zmq.
+attach, memfd and zmq.
 """
 
 from __future__ import annotations
