@@ -101,7 +101,9 @@ def test_each_fault_alone_ends_in_right_bytes_or_a_typed_error(
     try:
         outcomes = run_load(ends)
         assert ends.deck.drawn()[kind] > 0
-        if kind in ("duplicate", "delay", "reorder", "stall"):  # nothing was lost: nothing fails
+        # Nothing was lost: nothing fails, but for a group, which has nothing but its order.
+        harmless = {"duplicate", "delay", "reorder", "stall"}
+        if kind in harmless and (plane, kind) != ("nccl", "reorder"):
             assert outcomes.count("ready") >= NUM_TRANSFERS - 2
         assert ends.prefill.source.counters.bad_frames == 0 or kind in (
             "corrupt_header", "corrupt_body", "corrupt_payload", "truncate"
