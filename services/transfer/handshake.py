@@ -6,6 +6,7 @@ second phase of HELLO is read only when the protocol ranges overlap, so that it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -78,6 +79,7 @@ class Welcome:
     nonce: bytes
     num_blocks: int
     layout: KvLayout  # of its pool
+    planes: frozenset[str]  # it allows
 
 
 def host_id(root: Path = Path("/")) -> str:
@@ -156,7 +158,8 @@ def read_welcome(end: LocalEnd, body: bytes) -> Welcome:
         raise Incompatible("planes", ",".join(end.planes), plane)
     if not 0 < message.num_blocks < _MAX_POOL_BLOCKS or len(message.nonce) > _MAX_FIELD:
         raise WireError("welcome")
-    return Welcome(plane, detail.uds_path, message.nonce, message.num_blocks, layout)
+    nonce, num_blocks = message.nonce, message.num_blocks
+    return Welcome(plane, detail.uds_path, nonce, num_blocks, layout, _known_planes(detail))
 
 
 def read_incompatible(body: bytes) -> Incompatible:
@@ -169,13 +172,16 @@ def _refused(hello: pb.Hello, kind: MessageType, body: bytes, why: str) -> Hello
     return HelloAnswer(kind, body, hello.worker_id, hello.incarnation, None, why)
 
 
-def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
-    theirs = set()
+def _known_planes(detail: pb.PeerDetail) -> frozenset[str]:
+    names: set[str] = set()
     for number in detail.planes:
-        try:
-            theirs.add(plane_name(number))
-        except WireError:
-            continue  # a plane of a later version: not for us
+        with contextlib.suppress(WireError):  # a plane of a later version: not for us
+            names.add(plane_name(number))
+    return frozenset(names)
+
+
+def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
+    theirs = _known_planes(detail)
     for plane in PLANES_BEST_FIRST:
         if plane not in end.planes or plane not in theirs:
             continue

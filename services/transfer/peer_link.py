@@ -159,6 +159,12 @@ class PeerLink:
         return False
 
     @property
+    def can_fall_back(self) -> bool:
+        """Tell whether both ends allow KV to come over zmq, where what was agreed has failed."""
+        theirs = self._welcome.planes if self._welcome is not None else frozenset[str]()
+        return "zmq" in self._end.planes and "zmq" in theirs
+
+    @property
     def bell(self) -> Doorbell | None:
         """The pool's socket while it carries messages; ZMQ does else."""
         is_up = self.state is LinkState.UP and self._client is not None
@@ -304,9 +310,9 @@ class PeerLink:
             "transfer.plane_fallback",
             peer=self.target.worker_id,
             reason=reason,
-            plane="zmq",
+            plane="zmq" if self.can_fall_back else "none",
         )
-        if "zmq" in self._end.planes:
+        if self.can_fall_back:
             self._up("zmq")
         else:
             self._fail("handoff_failed", f"the pool could not be mapped: {reason}")

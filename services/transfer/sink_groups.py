@@ -158,7 +158,7 @@ class SinkGroups:
             lane.waiting.append(receive)
             return False
         now = self._parts.clock.now()
-        if now < self._retry_at.get(link, now) and self._can_fall_back:
+        if now < self._retry_at.get(link, now) and link.can_fall_back:
             receive.plane = "zmq"  # said aloud when the group was lost
             return True
         why = self._join(link, receive, now)
@@ -271,10 +271,6 @@ class SinkGroups:
                 self._table.forget(lane)
 
     # ---- making ----------------------------------------------------------------------------------
-
-    @property
-    def _can_fall_back(self) -> bool:
-        return "zmq" in self._parts.config.planes
 
     def _join(self, link: PeerLink, receive: Receive, now: float) -> str | None:
         """Ask for a group, or say why not."""
@@ -432,13 +428,13 @@ class SinkGroups:
             "transfer.plane_fallback",
             peer=link.target.worker_id,
             reason=why,
-            plane="zmq" if self._can_fall_back else "none",
+            plane="zmq" if link.can_fall_back else "none",
         )
-        if self._can_fall_back:
+        if link.can_fall_back:
             self._retry_at[link] = self._parts.clock.now() + self._parts.config.group_retry_s
             self._set_plane(link, "zmq")
         for receive in waiting:
-            if self._can_fall_back:
+            if link.can_fall_back:
                 receive.plane = "zmq"
                 self._owner.on_plane_settled(receive)
             else:

@@ -683,9 +683,11 @@ class TransferSource:
             raise WireError("attempt")
         info = self._peers.get(peer.base)
         agreed = info.plane if info is not None else ""
-        # Who may read in place may also copy.
-        is_agreed = args.plane == agreed or (args.plane, agreed) == ("memfd", "attach")
-        if args.plane != "zmq" and not is_agreed:
+        # Who may read in place may also copy; zmq serves whatever fails, but only if it is allowed.
+        is_lesser = (args.plane, agreed) == ("memfd", "attach") or (
+            args.plane == "zmq" and "zmq" in self._end.planes
+        )
+        if args.plane != agreed and not is_lesser:
             detail = "plane was not agreed"
             self._reject(peer, header.xfer_id, header.attempt, RejectCode.LAYOUT, detail)
             return

@@ -19,6 +19,7 @@ from services.common.ids import BlockHash, BlockId
 from services.kv.layout import KvLayout
 from services.transfer.api import SinkReady
 from services.transfer.config import TransferConfig
+from services.transfer.peer_link import PeerLink
 from services.transfer.ticket import TicketSigner, read_unverified
 from tests.support.transfer_ends import (
     BRISK,
@@ -465,3 +466,38 @@ def test_stop_ends_everything_on_both_sides(config: TransferConfig, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []  # no socket file left
     decode.open("late", ticket, offer)
     assert outcome(decode.events.wait("late")) == "draining"
+
+
+def test_zmq_is_no_way_out_where_prefill_does_not_allow_it(tmp_path: Path) -> None:
+    """A list of planes is kept by both ends, also when what they agreed on has failed."""
+    prefill = make_prefill(tmp_path, with_planes(CALM, "memfd"))
+    decode = make_decode(with_planes(CALM, "memfd", "zmq"))
+    (path,) = tmp_path.rglob("*.sock")
+    path.unlink()
+    try:
+        ticket, offer = prefill.offer_all("k", 50)
+        decode.receive("k", ticket, offer)
+        failed = decode.events.wait("k")
+        assert outcome(failed) == "handoff_failed"
+        assert "could not be mapped" in failed.message
+    finally:
+        decode.stop()
+        prefill.stop()
+
+
+def test_a_source_sends_nothing_over_a_plane_it_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end may be of another mind."""
+    monkeypatch.setattr(PeerLink, "can_fall_back", True)
+    prefill = make_prefill(tmp_path, with_planes(CALM, "memfd"))
+    decode = make_decode(with_planes(CALM, "memfd", "zmq"))
+    (path,) = tmp_path.rglob("*.sock")
+    path.unlink()
+    try:
+        ticket, offer = prefill.offer_all("k", 50)
+        decode.receive("k", ticket, offer)
+        assert "plane was not agreed" in decode.events.wait("k").message
+    finally:
+        decode.stop()
+        prefill.stop()
