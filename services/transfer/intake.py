@@ -31,8 +31,6 @@ log = get_logger(__name__)
 _PULL_SLICE_S = 0.004  # then commands and messages are looked at
 _STEP_BYTES = 8 * MIB  # copied between two looks at the time
 _STEP_BLOCKS = 64  # and not more of them, however small
-_PULLED_A_MESSAGE = 256
-_PULLED_AFTER_S = 0.0  # at the end of a turn: memory may be short at the peer
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
 
@@ -73,7 +71,7 @@ class Intake:
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
         self._pulls_a_step = min(_STEP_BLOCKS, max(1, _STEP_BYTES // parts.layout.block_bytes))
-        self._unsaid: OrderedDict[Receive, float] = OrderedDict()  # when to send PULLED
+        self._unsaid: OrderedDict[Receive, None] = OrderedDict()  # of their blocks no PULLED tells
 
     @property
     def has_pulls(self) -> bool:
@@ -123,7 +121,7 @@ class Intake:
             if wrong is None:
                 receive.pulled.append(index)
         if receive.pulled and machine.state is ReceiverState.PULLING:
-            self._unsaid.setdefault(receive, self._clock.now() + _PULLED_AFTER_S)
+            self._unsaid[receive] = None
         if machine.credit_wanted():
             self._hungry[receive] = None
 
@@ -145,20 +143,13 @@ class Intake:
             if self._clock.now() >= end:
                 return
 
-    def next_due(self) -> float | None:
-        """When `say_pulled` wants to be called next."""
-        return next(iter(self._unsaid.values()), None)
-
     def say_pulled(self) -> None:
-        """Send PULLED for what was copied a while ago: every message wakes the peer."""
-        now = self._clock.now()
-        for receive, due in list(self._unsaid.items()):
-            if now < due and len(receive.pulled) < _PULLED_A_MESSAGE:
-                continue
-            del self._unsaid[receive]
+        """Send PULLED for what this turn has verified, at once: memory may be short at the peer."""
+        for receive in self._unsaid:
             for lo, hi in _ranges(receive.pulled):
                 receive.send(MessageType.PULLED, pb.Pulled(lo=lo, hi=hi).SerializeToString())
             receive.pulled.clear()
+        self._unsaid.clear()
 
     def grant_credit(self) -> None:
         """Let peers send what fits into the windows."""
@@ -202,10 +193,9 @@ class Intake:
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
         good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
         self._counters.blocks += len(good)
-        now = self._clock.now()
         receive.pulled.extend(good)
-        self._unsaid.setdefault(receive, now + _PULLED_AFTER_S)
-        self._apply(receive, machine.on_good_blocks(good, now))
+        self._unsaid[receive] = None
+        self._apply(receive, machine.on_good_blocks(good, self._clock.now()))
         for pull, wrong in zip(pulls, verdicts, strict=True):
             if wrong is not None:
                 self._on_wrong(receive, pull.index, wrong)

@@ -298,9 +298,9 @@ class TransferSink:
             return 0.0
         now = self._clock.now()
         wait = _IDLE_WAIT_S
-        for due in (self._timers.next_due(), self._intake.next_due()):
-            if due is not None:
-                wait = min(wait, due - now)
+        due = self._timers.next_due()
+        if due is not None:
+            wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
         if self._has_backlog:
