@@ -368,9 +368,7 @@ class ReceiverTransfer:
     def on_abort(self, reason: str) -> list[ReceiverAction]:
         """Stop at the peer's wish; always answered."""
         if self.state is ReceiverState.ATTACHED:
-            self.in_place.is_abort_asked = (
-                True  # answered by `detach`: until then the blocks are read
-            )
+            self.in_place.is_abort_asked = True  # answered by `detach`: until then blocks are read
             return self._move_in(f"prefill aborted: {reason}")
         answer: list[ReceiverAction] = [SendAborted()]
         if self.state not in _LIVE:
@@ -434,9 +432,9 @@ class ReceiverTransfer:
     def on_drain(self) -> list[ReceiverAction]:
         """The peer wants its blocks back: read nothing in place that can be copied."""
         self.in_place.must_copy = "the prefill worker wants its blocks back"
-        return (
-            self._move_in(self.in_place.must_copy) if self.state is ReceiverState.ATTACHED else []
-        )
+        if self.state is not ReceiverState.ATTACHED:
+            return []
+        return self._move_in(self.in_place.must_copy)
 
     def detach(self, is_intact: bool, now: float) -> list[ReceiverAction]:
         """Nothing reads the attached blocks any more: let the peer have them back."""
