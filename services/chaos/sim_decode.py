@@ -16,9 +16,10 @@ from services.chaos.sim_reader import InPlaceReader
 from services.chaos.sim_world import PLAIN, Bytes, Violation, Worker, World, reference, valid_rows
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
+from services.kv import block_copy
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
-from services.transfer import codec, memfd_plane
+from services.transfer import codec
 from services.transfer import receiver as rx
 from services.transfer.block_writer import BlockWriter
 from services.transfer.conversion import Conversion
@@ -796,7 +797,7 @@ def _copy_blocks(
 ) -> list[bool]:
     """Copy by the path that a busy owner can interrupt: one native call cannot be."""
     rows, wanted = np.array(source_blocks, np.int64), np.array(gens, np.uint64)
-    return memfd_plane.pull_with_numpy(source, rows, wanted, dest, dest_blocks)
+    return block_copy.pull_with_numpy(source, rows, wanted, dest, dest_blocks)
 
 
 def _taker(data: bytes) -> Callable[[Bytes], bool]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu import kv_blocks
 from services.common.ids import BlockId
+from services.kv.block_copy import are_stable, pull_blocks
 from services.kv.block_table import MAX_POOLS, attached_entry
 from services.kv.digest import block_digests
 from services.kv.memory import KvPoolMemory
@@ -57,33 +57,13 @@ class AttachedKv:
 
         Returns False, and nothing may be made of `dest`, if the block has changed.
         """
-        if not self._copy(at, memory, dest):
+        source, gen = int(self.blocks[at]), int(self.gens[at])
+        if not pull_blocks(self.pool, [source], [gen], memory.blocks, [dest])[0]:
             return False
         if verify and (block_digests(memory.layout, memory.blocks[dest]) != self.digests[at]).any():
             return False
         memory.digests[dest] = self.digests[at]
         return True
-
-    def _copy(self, at: int, memory: KvPoolMemory, dest: BlockId) -> bool:
-        """Copy under the block's generation, in the order every architecture keeps."""
-        one = slice(at, at + 1)
-        library, _ = kv_blocks.available()
-        if library is not None:
-            source, to = (self.pool.blocks, self.pool.gens), np.array([dest], np.int64)
-            good = library.pull(source, self.blocks[one], self.gens[one], memory.blocks, to)
-            return bool(good[0])
-        if not are_stable(self.pool, self.blocks[one], self.gens[one])[0]:
-            return False
-        np.copyto(memory.blocks[dest], self.pool.blocks[self.blocks[at]])
-        return bool(are_stable(self.pool, self.blocks[one], self.gens[one])[0])
-
-
-def are_stable(
-    pool: KvPoolMemory, blocks: npt.NDArray[np.int64], gens: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.bool_]:
-    """Say of blocks of a peer's pool whether they still have these generations, all even."""
-    stable: npt.NDArray[np.bool_] = (pool.gens[blocks] == gens) & (gens % 2 == 0)
-    return stable
 
 
 class PoolBases:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from services.common.ids import BlockId
-from services.kv.attached import are_stable
+from services.kv.block_copy import CopyBlocks, are_stable, pull_blocks
 from services.kv.block_table import MAX_POOL_BLOCKS
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.conversion import Conversion
-from services.transfer.memfd_plane import CopyBlocks, pull_blocks
 from services.transfer.receiver import Pull, ReceiverTransfer
 from services.transfer.values import U64Array
 from services.transfer.zmq_plane import Block

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.kv.block_copy import CopyBlocks
 from services.kv.convert import Bytes, Part, convert_part
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
-from services.transfer.memfd_plane import CopyBlocks
 from services.transfer.pairing import needed
 from services.transfer.placement import Placement
 from services.transfer.values import U64Array

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from services.kv.block_copy import CopyBlocks, are_stable, runs
 from services.kv.memory import KvPoolMemory
 from services.telemetry.logs import get_logger
 from services.transfer.device import DeviceError, HostBytes, PeerBlocks
-from services.transfer.memfd_plane import CopyBlocks, runs
 
 log = get_logger(__name__)
 
 
 def device_copier(blocks: PeerBlocks) -> CopyBlocks:
-    """Return what memfd_plane.pull_blocks is for a pool on a device."""
+    """Return what kv.block_copy.pull_blocks is for a pool on a device."""
 
     def pull(
         source: KvPoolMemory,
@@ -34,14 +34,14 @@ def device_copier(blocks: PeerBlocks) -> CopyBlocks:
     ) -> list[bool]:
         rows = np.array(source_blocks, dtype=np.int64)
         wanted = np.array(gens, dtype=np.uint64)
-        before = (source.gens[rows] == wanted) & (wanted % 2 == 0)
+        before = are_stable(source, rows, wanted)
         copies = [
             (source_blocks[start], dest[dest_blocks[start] : dest_blocks[start] + stop - start])
             for start, stop in runs(before.tolist(), source_blocks, dest_blocks)
         ]
         if not _copy_out(blocks, copies):
             return [False] * len(rows)
-        good: list[bool] = (before & (source.gens[rows] == wanted)).tolist()
+        good: list[bool] = (before & are_stable(source, rows, wanted)).tolist()
         return good
 
     return pull

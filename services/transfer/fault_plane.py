@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from services.kv.block_copy import CopyBlocks, pull_blocks
 from services.kv.memory import KvPoolMemory
 from services.transfer import fault_script as faults
 from services.transfer.config import TransferConfig
 from services.transfer.doorbell import Doorbell, HungUp
 from services.transfer.fault_script import FaultDice
 from services.transfer.key_ring import LinkKeys
-from services.transfer.memfd_plane import CopyBlocks, pull_blocks
 from services.transfer.wire import HEADER_BYTES, Message, WireError, decode, decode_first
 from services.transfer.zmq_plane import Block, DealerLink, SinkContext
 

@@ -1,4 +1,4 @@
-"""Same-host plane: the pool's memfd is handed over a Unix socket, and read under a seqlock.
+"""Same-host planes: how the pool's memfd is handed over a Unix socket.
 
 The prefill side serves the descriptor, the decode side maps it read-only. A mapping outlives its
 owner, so a pull goes on even after the owner was killed.
@@ -12,14 +12,10 @@ import socket
 import stat
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -39,79 +35,8 @@ _MAX_PATH_BYTES = 100  # sun_path holds 108
 _UCRED = struct.Struct("3i")
 
 
-# (peer's pool, its blocks, their generations, our blocks, rows of them) -> which were stable
-CopyBlocks = Callable[
-    [KvPoolMemory, Sequence[int], Sequence[int], npt.NDArray[np.uint8], Sequence[int]], list[bool]
-]
-
-
 class HandoverError(Exception):
     """The pool could not be handed over; the zmq plane still can be used."""
-
-
-def pull_blocks(
-    source: KvPoolMemory,
-    source_blocks: Sequence[int],
-    gens: Sequence[int],
-    dest: npt.NDArray[np.uint8],
-    dest_blocks: Sequence[int],
-) -> list[bool]:
-    """Copy blocks; True for those whose generation was the one in `gens`, even, before and after.
-
-    The generations are read around the copies: a writer makes one odd before it touches the block.
-
-    Args:
-        dest: `[num_blocks, block_bytes]`, a pool; `dest_blocks` are rows of it.
-    """
-    rows = np.array(source_blocks, dtype=np.int64)
-    wanted = np.array(gens, dtype=np.uint64)
-    library, _ = kv_blocks.available()
-    if library is not None:
-        pool = (source.blocks, source.gens)
-        to = np.array(dest_blocks, dtype=np.int64)
-        good: list[bool] = library.pull(pool, rows, wanted, dest, to).tolist()
-        return good
-    return pull_with_numpy(source, rows, wanted, dest, dest_blocks)
-
-
-def pull_with_numpy(
-    source: KvPoolMemory,
-    rows: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.uint64],
-    dest: npt.NDArray[np.uint8],
-    dest_blocks: Sequence[int],
-) -> list[bool]:
-    """Do the same without a compiler.
-
-    On x86-64 loads are not reordered with loads; elsewhere the library has to order them.
-    """
-    source_blocks = rows.tolist()
-    before = (source.gens[rows] == wanted) & (wanted % 2 == 0)
-    for start, stop in runs(before.tolist(), source_blocks, dest_blocks):
-        at, to, count = source_blocks[start], dest_blocks[start], stop - start
-        np.copyto(dest[to : to + count], source.blocks[at : at + count])
-    good: list[bool] = (before & (source.gens[rows] == wanted)).tolist()
-    return good
-
-
-def runs(
-    wanted: Sequence[bool], source_blocks: Sequence[int], dest_blocks: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) of wanted blocks that lie one after the other on both sides."""
-    start = None
-    for i, is_wanted in enumerate(wanted):
-        if start is not None:
-            offset = i - start
-            follows = (
-                source_blocks[i] == source_blocks[start] + offset
-                and dest_blocks[i] == dest_blocks[start] + offset
-            )
-            if is_wanted and follows:
-                continue
-            yield start, i
-        start = i if is_wanted else None
-    if start is not None:
-        yield start, len(wanted)
 
 
 # ---- prefill side -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
+from services.kv.block_copy import CopyBlocks
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.telemetry.logs import get_logger
@@ -26,7 +27,7 @@ from services.transfer.handshake import (
     read_welcome,
 )
 from services.transfer.key_ring import Dialler, KeyWatch, LinkKeys
-from services.transfer.memfd_plane import CopyBlocks, ExpectedPool, HandoverError, PoolClient
+from services.transfer.memfd_plane import ExpectedPool, HandoverError, PoolClient
 from services.transfer.pairing import AS_STORED, max_frame_bytes, wire_layout
 from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.kv.attached import AttachedKv
+from services.kv.block_copy import CopyBlocks
 from services.kv.form import EXACT
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -14,7 +15,6 @@ from services.pb import transfer_pb2 as pb
 from services.transfer import codec, receiver
 from services.transfer.api import TransferStats
 from services.transfer.conversion import Conversion
-from services.transfer.memfd_plane import CopyBlocks
 from services.transfer.peer_link import PeerLink
 from services.transfer.placement import Placement
 from services.transfer.receiver import ReceiverAction, ReceiverState, ReceiverTransfer

@@ -14,11 +14,12 @@ from services.chaos.sim_world import SHAPES, Bytes, Odds, Shape, World, referenc
 from services.chaos.transfer_sim import PROFILES, TRANSFERS_A_RUN, Cluster, run_seed
 from services.chaos.transfers import Campaign, FailedRun, run_campaign
 from services.common.ids import BlockHash, BlockId
+from services.kv import block_copy
 from services.kv.attached import AttachedKv
 from services.kv.convert import Part, convert_part
 from services.kv.memory import KvPoolMemory
-from services.transfer import memfd_plane, wire
 from services.transfer import sender as tx
+from services.transfer import wire
 from services.transfer.conversion import Conversion
 from services.transfer.receiver import ReceiverTransfer
 from services.transfer.sender import SenderState, SenderTransfer
@@ -264,7 +265,7 @@ def _trust_generations(patch: pytest.MonkeyPatch) -> None:
         dest[list(dest_blocks)] = source.blocks[rows]
         return [True] * len(rows)
 
-    patch.setattr(memfd_plane, "pull_with_numpy", trusting)
+    patch.setattr(block_copy, "pull_with_numpy", trusting)
 
 
 def _trust_generations_of_shards(patch: pytest.MonkeyPatch) -> None:

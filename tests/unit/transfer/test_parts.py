@@ -10,10 +10,10 @@ import pytest
 
 from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
+from services.kv.block_copy import pull_blocks
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.loop import Inbox, Timers
-from services.transfer.memfd_plane import pull_blocks
 from services.transfer.wire import WireError
 from services.transfer.zmq_plane import check_host, parse_route, peer_base, split_endpoint
 from tests.support.transfer_ends import LAYOUT
