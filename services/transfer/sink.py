@@ -656,8 +656,9 @@ class TransferSink:
         self._emit(SinkReleased(key, code, message, can_recompute, stats or NO_STATS))
 
     def _emit(self, event: SinkEvent) -> None:
-        with self._lock:
-            self._open_keys.discard(event.key)
+        if not isinstance(event, SinkMoveWanted):  # all others end a receive
+            with self._lock:
+                self._open_keys.discard(event.key)
         try:
             self._on_event(event)
         except Exception:  # a listener's fault is not the transfer's

@@ -94,6 +94,22 @@ def test_full_blocks_are_read_where_they_are(
     assert prefill.events.wait("p").outcome == "done"
 
 
+def test_a_wish_to_move_does_not_end_another_receive_of_the_key(
+    prefill: PrefillEnd, decode: DecodeEnd
+) -> None:
+    """A key may come again, as a retry, while blocks of its first receive are still attached."""
+    attached_of(receive(prefill, decode, "d", 64))
+    ticket, offer = prefill.offer_all("again", 64)
+    decode.open("d", ticket, offer)
+    wait_until(lambda: decode.sink.counters.opened == 2)
+    prefill.source.ask_back()
+    wait_until(lambda: any(isinstance(e, SinkMoveWanted) for e in decode.events.of("d")))
+    assert decode.sink.num_open() == 1
+    with pytest.raises(ValueError, match="already receiving"):
+        decode.open("d", ticket, offer)
+    decode.sink.detach("d", is_intact=True)
+
+
 def test_an_attached_block_cannot_be_written(prefill: PrefillEnd, decode: DecodeEnd) -> None:
     kv = attached_of(receive(prefill, decode, "d", 64))
     with pytest.raises(ValueError, match="read-only"):
