@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 4.0
 
 
 def _group(store_path: str, rank: int) -> Any:
@@ -51,8 +52,12 @@ class GlooRaw:
             cwd=Path(__file__).resolve().parents[2],
             text=True,
         )
-        self._buffer = torch.ones(self._max_bytes, dtype=torch.uint8)
-        self._backend = _group(self._store_path, 1)
+        try:
+            self._buffer = torch.ones(self._max_bytes, dtype=torch.uint8)
+            self._backend = _group(self._store_path, 1)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -61,10 +66,8 @@ class GlooRaw:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the sender."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(TIMEOUT_S)
+        """End the sender; kill it if it does not."""
+        self._end()
 
     def seconds(self, size_bytes: int) -> float:
         """Ask for bytes, and return how long it was until they were here."""
@@ -77,6 +80,15 @@ class GlooRaw:
         for work in works:
             work.wait(timedelta(seconds=TIMEOUT_S))
         return time.monotonic() - started
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
 
 
 def main() -> None:
