@@ -489,6 +489,9 @@ def new_context(config: TransferConfig) -> SinkContext:
     context: SinkContext = zmq.Context()
     wanted = _SOCKETS_A_PEER * config.max_peers + _SPARE_SOCKETS
     context.set(zmq.MAX_SOCKETS, min(wanted, context.get(zmq.SOCKET_LIMIT)))
+    # ZMQ starts its threads with the first socket, and aborts the process when one of them gets
+    # no descriptor: better now than in the middle of service.
+    context.socket(zmq.DEALER).close(linger=0)
     return context
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
+from services.common.errors import ConfigError
 from services.kv.memory import KvPoolMemory
 from services.transfer.memfd_plane import HandoverError, PoolClient, PoolServer
 from services.transfer.zmq_plane import RENEW, DealerLink, NoSocket, new_context, peer_base
@@ -70,6 +73,14 @@ def test_a_caller_is_turned_away_when_no_descriptor_is_left(server: PoolServer) 
         third.settimeout(0.0)
         with pytest.raises(BlockingIOError):
             third.recv(1)
+
+
+def test_a_path_no_socket_can_have_is_named_with_a_way_out(tmp_path: Path) -> None:
+    with (
+        KvPoolMemory.create(LAYOUT, 1) as memory,
+        pytest.raises(ConfigError, match=r"xxx.* is too long .*XDG_RUNTIME_DIR"),
+    ):
+        PoolServer(tmp_path / ("x" * 100), memory, 7, max_peers=2)
 
 
 def test_no_descriptor_for_a_client_is_a_failed_handover(server: PoolServer) -> None:
@@ -173,3 +184,37 @@ def test_a_sink_has_room_for_sockets_to_all_its_peers() -> None:
         assert context.get(zmq.MAX_SOCKETS) >= 6 * CALM.max_peers
     finally:
         context.term()
+
+
+_CONNECT_WITH_FEW_DESCRIPTORS = """
+import os, resource, sys
+import zmq
+from services.transfer.config import TransferConfig
+from services.transfer.zmq_plane import new_context
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for num_left in range(10):
+    context = new_context(TransferConfig())
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + num_left, hard))
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect("tcp://127.0.0.1:9")
+    except zmq.ZMQError:
+        pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    context.destroy(linger=0)
+print("alive")
+"""
+
+
+def test_no_number_of_descriptors_left_ends_the_process() -> None:
+    """ZMQ aborts it when its own threads cannot start; they have to run before there is service."""
+    child = subprocess.run(
+        [sys.executable, "-c", _CONNECT_WITH_FEW_DESCRIPTORS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (0, "alive\n"), child.stderr
