@@ -74,7 +74,10 @@ class PoolServer:
         self._export = export
         self.path = str(runtime_dir / f"kv-{incarnation:016x}.sock")
         if len(self.path.encode()) > _MAX_PATH_BYTES:
-            raise ConfigError("runtime_dir: its path is too long for a Unix socket")
+            raise ConfigError(
+                f"runtime_dir: {self.path} is too long for a Unix socket, which takes "
+                f"{_MAX_PATH_BYTES} bytes: set worker.runtime_dir, XDG_RUNTIME_DIR or TMPDIR"
+            )
         self._memory = memory
         self._incarnation = incarnation
         self._max_peers = max_peers
