@@ -397,7 +397,8 @@ class PrefillWorker(PrefillEnd):
         """Whatever happened, blocks are back a lease and a second after the last sign of life."""
         if offer.outcome:
             return
-        due = offer.touched_at + LEASE_S + _LEASE_SLACK_S
+        # A process that stood still ends its leases when it goes on.
+        due = max(offer.touched_at + LEASE_S, self.frozen_until) + _LEASE_SLACK_S
         if self.world.now > due:
             raise Violation(
                 f"{self.name}: transfer {offer.xfer_id} holds its blocks "

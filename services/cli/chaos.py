@@ -49,9 +49,9 @@ def transfers(
     from services.chaos.transfers import run_campaign
 
     if log:
-        from services.chaos.transfer_sim import run_seed
+        from services.chaos.transfer_sim import TRANSFERS_A_RUN, run_seed
 
-        report = run_seed(seed, num, record=True)
+        report = run_seed(seed, min(num, TRANSFERS_A_RUN), record=True)
         typer.echo("\n".join((*report.log, f"violation: {report.violation}")))
         return 0 if report.violation is None else 1
     from services.runtime.threads import available_cores

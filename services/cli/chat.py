@@ -152,6 +152,8 @@ def _where(timing: common_pb2.Timing) -> str:
                 else ", hidden under the prefill"
             )
         )
+    if timing.recomputed:
+        text += " · KV did not come over: decode computed the prompt again (see its log)"
     return text
 
 

@@ -159,6 +159,7 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         migrations=timing.migrations,
         migration_gap_us=timing.migration_gap_us,
         prefill_chunks=timing.prefill_chunks,
+        recomputed=timing.recomputed,
         handoff_blocks=timing.handoff_blocks,
         handoff_blocks_deduped=timing.handoff_blocks_deduped,
     )

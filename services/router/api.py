@@ -86,6 +86,7 @@ class RequestTiming:
     migrations: int = 0
     migration_gap_us: int = 0  # the longest gap between two tokens that a migration made
     prefill_chunks: int = 0
+    recomputed: bool = False  # decode could not have the KV and computed the prompt itself
     handoff_blocks: int = 0
     handoff_blocks_deduped: int = 0
 

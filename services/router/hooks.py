@@ -115,7 +115,8 @@ class MetricsHooks(RouterHooks):
             metrics.observe(catalog.STAGE, getattr(timing, f"{stage}_us") / 1e6, stage=stage)
         if timing.decode_worker and timing.prefill_worker:
             plane = timing.plane or "none"
-            metrics.add(catalog.HANDOFFS, 1, plane=plane, outcome="ok")
+            outcome = "recomputed" if timing.recomputed else "ok"
+            metrics.add(catalog.HANDOFFS, 1, plane=plane, outcome=outcome)
             metrics.add(catalog.HANDOFF_BYTES, timing.handoff_bytes, plane=plane)
 
     def watch(

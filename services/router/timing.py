@@ -23,6 +23,7 @@ class StageTimes:
     handoff_bytes: int = 0
     plane: str = ""
     prefill_chunks: int = 0
+    recomputed: bool = False  # decode could not have the KV and computed the prompt itself
     handoff_blocks: int = 0
     handoff_blocks_deduped: int = 0
 
@@ -37,6 +38,7 @@ class StageTimes:
             handoff_bytes=max(self.handoff_bytes, other.handoff_bytes),
             plane=other.plane or self.plane,
             prefill_chunks=max(self.prefill_chunks, other.prefill_chunks),
+            recomputed=self.recomputed or other.recomputed,
             handoff_blocks=max(self.handoff_blocks, other.handoff_blocks),
             handoff_blocks_deduped=max(self.handoff_blocks_deduped, other.handoff_blocks_deduped),
         )
@@ -93,6 +95,7 @@ def attribute(
         e2e_us=e2e,
         plane=stages.plane,
         prefill_chunks=stages.prefill_chunks,
+        recomputed=stages.recomputed,
         handoff_blocks=stages.handoff_blocks,
         handoff_blocks_deduped=stages.handoff_blocks_deduped,
     )

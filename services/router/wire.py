@@ -126,6 +126,7 @@ def stage_times(timing: common_pb2.Timing) -> StageTimes:
         handoff_bytes=timing.handoff_bytes,
         plane=_PLANES.get(timing.plane, ""),
         prefill_chunks=timing.prefill_chunks,
+        recomputed=timing.recomputed,
         handoff_blocks=timing.handoff_blocks,
         handoff_blocks_deduped=timing.handoff_blocks_deduped,
     )

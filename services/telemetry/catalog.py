@@ -94,7 +94,8 @@ STAGE = Histogram(
 )
 HANDOFFS = Counter(
     "isthmus_handoffs_total", "handoffs",
-    "Handoffs as the router sees them: ok, or the code a decode worker with a ticket failed with.",
+    "Handoffs as the router sees them: ok, recomputed (decode could not have the KV and computed "
+    "the prompt itself), or the code a decode worker with a ticket failed with.",
     ("plane", "outcome"),
 )  # fmt: skip
 HANDOFF_BYTES = Counter("isthmus_handoff_bytes_total", "bytes", "KV that crossed.", ("plane",))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.clock import Clock
+from services.common.errors import ConfigError
 from services.kv.attached import PoolBases
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
@@ -14,6 +15,7 @@ from services.runtime.fault_points import FaultPoints
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.device import Device
 from services.transfer.handshake import LocalEnd, host_id
+from services.transfer.planes import is_for_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,15 @@ class EndParts:
         return self.memory.layout
 
     def local_end(self) -> LocalEnd:
-        """Return what HELLO says of this worker, on every plane it allows."""
+        """Return what HELLO says of this worker, on every plane it allows.
+
+        Raises:
+            ConfigError: it could use none of them, so every hand-off would be computed twice.
+        """
+        device = "cpu" if self.device is None else self.device.kind
+        planes = ordered_planes(self.config)
+        if not any(is_for_device(plane, device) for plane in planes):
+            raise ConfigError(f"transfer.planes: a pool on {device} can use none of {list(planes)}")
         return LocalEnd(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -44,9 +54,9 @@ class EndParts:
             uid=os.geteuid(),
             identity=self.identity,
             layout=self.layout,
-            planes=ordered_planes(self.config),
+            planes=planes,
             wire_dtype=self.config.wire_dtype,
-            device="cpu" if self.device is None else self.device.kind,
+            device=device,
             group_backend="" if self.device is None else self.device.group_backend,
         )
 

@@ -110,6 +110,14 @@ def read_ring(path: Path) -> KeyRing:
     return KeyRing(keys)
 
 
+def check_key_file(path: Path) -> KeyRing:
+    """Read the key file that is configured; ConfigError names the setting."""
+    try:
+        return read_ring(path)
+    except ConfigError as error:
+        raise ConfigError(f"transfer.curve_key_file: {error}") from None
+
+
 def write_ring(path: Path, ring: KeyRing) -> None:
     """Replace the file by this ring at once, readable by its owner only."""
     pairs = [{"public": k.public.decode(), "secret": k.secret.decode()} for k in ring.keys]
@@ -195,10 +203,7 @@ class KeyWatch:
         """Read the configured file; None if there is none to read."""
         if path is None:
             return None
-        try:
-            return cls(Path(path), read_ring(Path(path)), now)
-        except ConfigError as error:
-            raise ConfigError(f"transfer.curve_key_file: {error}") from None
+        return cls(Path(path), check_key_file(Path(path)), now)
 
     @property
     def ring(self) -> KeyRing:

@@ -11,3 +11,8 @@ POOL_FD_PLANES = frozenset({"attach", "memfd"})  # the pool's descriptor is hand
 HANDED_PLANES = POOL_FD_PLANES | {"cuda_ipc"}  # over the pool's socket, which then is a doorbell
 SENT_PLANES = frozenset({"nccl", "zmq"})  # prefill sends frames as far as credit allows
 FAULT_PLANE = "fault"  # of tests: wraps whichever of the others is agreed; never negotiated
+
+
+def is_for_device(plane: str, device: str) -> bool:
+    """Say whether KV can come to or from a pool on that device ("cpu" or "cuda") on a plane."""
+    return plane != "cuda_ipc" or device == "cuda"

@@ -602,7 +602,8 @@ class ReceiverTransfer:
 
     def _on_stall_check(self, now: float, link_progress_at: float) -> list[ReceiverAction]:
         latest = max(self._progress_at, min(link_progress_at, self._window_end()))
-        if now - latest < self._policy.stall_timeout_s:
+        # Added as in next_deadline: a difference may round to less when that moment has come.
+        if now < latest + self._policy.stall_timeout_s:
             self._stall_base = latest
             return []
         self._progress_at = self._stall_base = now

@@ -41,6 +41,7 @@ class WorkItem:
     ticket: bytes
     traceparent: str
     stats: TransferStats | None = None  # set by the transfer thread before `received`
+    was_recomputed: bool = False  # the KV could not be had
 
 
 class Intake:

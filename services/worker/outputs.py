@@ -42,6 +42,7 @@ def _timing(item: DoneOut, worker_id: WorkerId) -> common_pb2.Timing:
         timing.prefill_worker = worker_id
         return timing
     timing.decode_worker = worker_id
+    timing.recomputed = item.was_recomputed
     if item.stats is not None:
         timing.plane = _PLANES.get(item.stats.plane, common_pb2.PLANE_UNSPECIFIED)
         timing.handoff_bytes = item.stats.size_bytes

@@ -42,6 +42,7 @@ class DoneOut:
     done: ChoiceDone
     is_receiver: bool
     stats: TransferStats | None
+    was_recomputed: bool = False  # its KV could not be had
 
 
 Outgoing = TokensOut | TicketOut | DoneOut | Refused

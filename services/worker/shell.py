@@ -493,6 +493,8 @@ class WorkerShell:
             message=event.message,
             next=step.reason,
         )
+        if work is not None:
+            work.was_recomputed = step.recompute
         self.engine.receive_failed(key, event.code, event.message, recompute=step.recompute)
 
     # -- event loop ------------------------------------------------------------------------
@@ -564,4 +566,6 @@ class WorkerShell:
 
 
 def _done_out(work: WorkItem, event: ChoiceDone) -> DoneOut:
-    return DoneOut(event.key, event, work.kind is WorkKind.CONTINUE, work.stats)
+    return DoneOut(
+        event.key, event, work.kind is WorkKind.CONTINUE, work.stats, work.was_recomputed
+    )

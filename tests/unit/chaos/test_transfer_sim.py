@@ -102,6 +102,12 @@ def test_runs_that_once_failed_hold(seed: int) -> None:
     assert run_seed(seed).violation is None
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_with_thousands_of_prompts_at_once_ends_as_well(seed: int) -> None:
+    """Far more than the pools hold: everything waits, much of it for longer than its limits."""
+    assert run_seed(seed, 4000).violation is None
+
+
 def test_every_shape_of_pools_meets_every_weather() -> None:
     """Seeds take both in turn, and their numbers have no factor in common."""
     pairs = len(PROFILES) * len(SHAPES)

@@ -99,6 +99,25 @@ def test_damaged_keys_file_fails_the_check(
     assert f"auth.keys_file: {file}: keys file: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "wrong"), [(None, "the key file cannot be read"), ("junk", "the key file")]
+)
+def test_key_ring_that_is_missing_or_damaged_fails_the_check(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    wrong: str,
+) -> None:
+    """The workers used to find out, one by one."""
+    file = tmp_path / "cluster.keys"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("ISTHMUS_TRANSFER__CURVE_KEY_FILE", str(file))
+    assert run(["config", "check"]) == exits.USAGE
+    assert f"transfer.curve_key_file: {wrong}" in capsys.readouterr().err
+
+
 def test_version_is_a_command_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["version"]) == exits.OK
     line = capsys.readouterr().out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.ids import BlockId
 from services.transfer import receiver as rx
@@ -130,12 +132,12 @@ def test_blocks_must_be_sealed_in_order() -> None:
 # ---- receiver ---------------------------------------------------------------------------------
 
 
-def _pulling(num_tokens: int = 32, plane: str = "zmq") -> rx.ReceiverTransfer:
+def _pulling(num_tokens: int = 32, plane: str = "zmq", start: float = 0.0) -> rx.ReceiverTransfer:
     have = (False,) * (num_tokens // 16)
-    machine = rx.ReceiverTransfer(num_tokens, have, RECEIVER_POLICY, now=0.0)
-    machine.on_connected(plane, 0.1)
-    machine.on_opened(0.2)
-    machine.reserve([BlockId(10), BlockId(11)][: len(have)], None, 0.3)
+    machine = rx.ReceiverTransfer(num_tokens, have, RECEIVER_POLICY, now=start)
+    machine.on_connected(plane, start + 0.1)
+    machine.on_opened(start + 0.2)
+    machine.reserve([BlockId(10), BlockId(11)][: len(have)], None, start + 0.3)
     return machine
 
 
@@ -213,6 +215,21 @@ def test_stalled_data_is_asked_for_twice_then_given_up() -> None:
     machine.grant(2 * BLOCK_BYTES, now)
     actions = machine.on_time(now + RECEIVER_POLICY.stall_timeout_s)
     assert [type(a) for a in actions] == [rx.SendAbort, rx.Fail]
+
+
+@given(st.floats(0.0, 1e7), st.floats(0.0, 5.0), st.sampled_from(["zmq", "memfd"]))
+def test_a_moment_that_has_come_is_not_asked_for_again(
+    start: float, gap: float, plane: str
+) -> None:
+    """Found by the simulator: a difference of two floats is less than the sum said it would be."""
+    machine = _pulling(plane=plane, start=start)
+    machine.on_ready(_ready(0, 1), start + gap)
+    for _ in range(10):
+        due = machine.next_deadline()
+        machine.on_time(due)
+        if machine.state is not rx.ReceiverState.PULLING:
+            return
+        assert machine.next_deadline() > due
 
 
 def test_a_busy_link_is_progress_but_not_for_ever() -> None:

@@ -25,6 +25,7 @@ from services.engine.api import (
 from services.pb import worker_pb2
 from services.pb.common_pb2 import SamplingParams
 from services.transfer.api import (
+    NO_STATS,
     FinalInfo,
     FirstTokenInfo,
     SinkReady,
@@ -219,6 +220,19 @@ async def test_failed_receive_is_recomputed_here_unless_it_was_cancelled(rig: Sh
     rig.sink.emit(SinkReleased(key, "handoff_failed", "peer lost", True, STATS))
     rig.sink.emit(SinkReleased(key, "cancelled", "", False, STATS))
     assert rig.engine.failed == [(key, "handoff_failed", True), (key, "cancelled", False)]
+
+
+async def test_end_of_a_prompt_that_was_computed_again_says_so(rig: ShellRig) -> None:
+    """It used to count as a handoff that went well."""
+    key = rig.work(kind="continue")
+    rig.sink.emit(SinkReleased(key, "incompatible", "planes", True, NO_STATS))
+    done = ChoiceDone(key, 0, EndReason.STOP, all_choices=True)
+    await rig.emit(done)
+    (said,) = rig.sent
+    assert said == DoneOut(key, done, is_receiver=True, stats=NO_STATS, was_recomputed=True)
+    frame = worker_pb2.WorkerFrame()
+    add_outputs(frame, [said], WorkerId("w"))
+    assert frame.done[0].timing.recomputed
 
 
 async def test_request_of_a_router_that_lags_is_paused_and_later_given_up(rig: ShellRig) -> None:
