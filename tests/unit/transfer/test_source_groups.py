@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from services.common.clock import SystemClock
+from services.common.errors import ConfigError
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec
@@ -224,3 +225,11 @@ def test_frames_no_pool_has_and_messages_the_wrong_way_are_refused(rig: Rig) -> 
     assert "length" in codec.parse(pb.LeaveGroup, rig.sent[-1][2]).reason
     with pytest.raises(WireError, match="direction"):
         rig.hear(peer, MessageType.GROUP_BATCH, b"")
+
+
+def test_planes_that_no_pool_of_this_device_can_use_are_refused_at_the_start(rig: Rig) -> None:
+    """Every hand-off used to end as incompatible, and every prompt was computed twice."""
+    config = replace(CALM, planes=("cuda_ipc",))
+    parts = EndParts(rig.memory, IDENTITY, "p", 5, SystemClock(), config)
+    with pytest.raises(ConfigError, match="a pool on cpu can use none of"):
+        parts.local_end()
