@@ -23,7 +23,10 @@ def group() -> None:
 
 @app.command("handoff")
 def handoff(
-    seed: Seed = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Same seed, same plan of faults; what they meet is up to timing."),
+    ] = 0,
     faults: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 100,
     model: Annotated[
         str, typer.Option(help="Name, directory or .gguf file; default: scripted workers.")
@@ -41,7 +44,12 @@ def handoff(
 def transfers(
     num: Annotated[int, typer.Option(min=1, help="Transfers to play.")] = 10_000,
     seed: Seed = 0,
-    log: Annotated[bool, typer.Option(help="Write every event of the first run.")] = False,
+    log: Annotated[
+        bool,
+        typer.Option(
+            help="Play the first run alone (100 transfers at most) and write every event."
+        ),
+    ] = False,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 = one a core.")] = 0,
     json: Json = False,
 ) -> int:
