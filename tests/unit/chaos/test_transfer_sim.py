@@ -310,17 +310,6 @@ def _deliver_without_the_last_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReceiverTransfer, "_try_finish", hasty)
 
 
-def _unpin_what_nobody_pulled(patch: pytest.MonkeyPatch) -> None:
-    original = SenderTransfer._unpin_some
-
-    def early(self: SenderTransfer) -> list[tx.SenderAction]:
-        if self.state is SenderState.DRAINING:
-            self._pulled.update(range(self.num_blocks))
-        return original(self)
-
-    patch.setattr(SenderTransfer, "_unpin_some", early)
-
-
 def _look_at_no_generation_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttachedKv, "is_current", lambda _self, _first=0: True)
 
@@ -369,7 +358,6 @@ LOSSY, DEATHS, STALE, CANCELS = 1, 2, 4, 5
         (_sum_nothing_up, LOSSY, "passes for a message"),
         (_write_into_the_frozen_tail, CANCELS, "under transfer was written"),
         (_deliver_without_the_last_block, CANCELS, "accepted with wrong content"),
-        (_unpin_what_nobody_pulled, STALE, "a hang"),
         (_look_at_no_generation_in_place, CANCELS, "read wrong content in place"),
         (_keep_what_is_out_of_reach, DEATHS, "out of reach"),
         (_send_again_what_went_back, LOSSY, "under transfer was written"),  # RB-010
