@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import shlex
-import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import ConfigError
+from services.common.private_file import replace_private
 
 _PREFIX = "isk"
 _MAX_FILE_BYTES = 4 << 20
@@ -125,16 +124,4 @@ def _read_or_empty(path: Path) -> KeysFile:
 
 
 def _write(path: Path, content: KeysFile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content.model_dump(mode="json"), indent=2) + "\n"
-    # mkstemp makes it 0600; rename is atomic, so a reader sees the old file or the new one.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_private(path, json.dumps(content.model_dump(mode="json"), indent=2) + "\n")

@@ -12,7 +12,7 @@ import grpc
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.address import family_of
+from services.common.address import family_of, split_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.errors import ConfigError
 from services.common.model_manifest import ModelManifest
@@ -247,17 +247,17 @@ class GatewayServer:
 
 
 def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"{address!r} is not host:port")
-    host = host.removeprefix("[").removesuffix("]")
+    try:
+        host, port = split_host_port(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     listener = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Without it a head and its body, written apart, wait 40 ms for
         # the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind((host, int(port)))
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(f"cannot listen on {address} for HTTP: {error}") from None

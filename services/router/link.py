@@ -15,6 +15,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from services.common.address import split_host_port
 from services.common.clock import Clock
 from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
@@ -430,10 +431,9 @@ def _take_exception(task: asyncio.Task[None]) -> None:
 
 async def is_port_closed(address: str) -> bool:
     """Say whether nothing listens at `host:port`; False also when that is not known in time."""
-    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.open_connection(*split_host_port(address))
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError, ValueError):  # ValueError: no host and port

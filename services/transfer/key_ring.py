@@ -8,9 +8,7 @@ retired. No step ends a transfer.
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import zmq
 import zmq.auth
 
 from services.common.errors import ConfigError
+from services.common.private_file import replace_private
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -121,19 +120,7 @@ def check_key_file(path: Path) -> KeyRing:
 def write_ring(path: Path, ring: KeyRing) -> None:
     """Replace the file by this ring at once, readable by its owner only."""
     pairs = [{"public": k.public.decode(), "secret": k.secret.decode()} for k in ring.keys]
-    text = json.dumps({"format": 1, "keys": pairs}, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mkstemp makes it 0600; rename is atomic, so a worker reads the old ring or the new one.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".curve-")
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_private(path, json.dumps({"format": 1, "keys": pairs}, indent=2) + "\n")
 
 
 def key_id(public: bytes) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.common.address import family_of
 from services.pb import transfer_pb2 as pb
 from services.telemetry.logs import get_logger
 from services.transfer import codec
@@ -489,8 +490,7 @@ def _address_towards(endpoint: str) -> str:
     """Return our address on the way to a peer: a group listens there and nowhere else."""
     host, port = split_endpoint(endpoint)
     address = host.strip("[]")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing
         own: str = probe.getsockname()[0]
     return own

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from services.common.address import family_of, join_host_port
+from services.common.address import family_of, join_host_port, split_host_port
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,19 @@ def test_only_ipv6_hosts_get_brackets(
 ) -> None:
     assert join_host_port(host, 80) == written
     assert family_of(host) is family
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("::1:7", ("::1", 7))],
+)
+def test_host_and_port_are_read_with_and_without_brackets(
+    address: str, parts: tuple[str, int]
+) -> None:
+    assert split_host_port(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:x", "unix:/a/b"])
+def test_what_is_no_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        split_host_port(address)
