@@ -7,7 +7,6 @@ is received over another plane by now, is thrown away with its slot: it never wa
 from __future__ import annotations
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from services.transfer import codec
 from services.transfer.counters import SinkCounters
 from services.transfer.device import DECODE_RANK, GroupError, GroupSpec, HostBytes
 from services.transfer.end_parts import EndParts
+from services.transfer.group_lanes import LaneTable
 from services.transfer.group_runner import MAX_INSIDE, Batch, GroupRunner, RunnerParts
-from services.transfer.group_table import GroupTable, group_name
+from services.transfer.group_table import group_name
 from services.transfer.intake import Apply, Intake
 from services.transfer.loop import Inbox, Timers
 from services.transfer.pair_store import PairStore
@@ -131,7 +131,7 @@ class SinkGroups:
         self._intake = sink.intake
         self._apply = sink.apply
         self._owner = owner
-        self._table: GroupTable[PeerLink, _Lane] = GroupTable(parts.config.max_groups)
+        self._table: LaneTable[PeerLink, _Lane] = LaneTable(parts.config.max_groups)
         self._numbers = 0  # one sequence for all peers: no number is ever used twice
         self._retry_at: dict[PeerLink, float] = {}  # pairs that keep to another plane until then
         self._runner_parts: RunnerParts | None = None
@@ -173,10 +173,10 @@ class SinkGroups:
         if kind is MessageType.GROUP_JOINED:
             self._on_joined(link, codec.parse(pb.GroupJoined, body))
         elif kind is MessageType.GROUP_ENTRY:
-            self._on_entry(link, codec.parse(pb.GroupEntry, body))
+            self._table.take_entry(link, codec.parse(pb.GroupEntry, body))
         elif kind is MessageType.GROUP_LEAVE:
             leave = codec.parse(pb.LeaveGroup, body)
-            lane = self._lane(link, leave.number)
+            lane = self._table.numbered(link, leave.number)
             why = f"the prefill worker left: {codec.clip(leave.reason)}"
             if lane is not None and leave.is_broken:
                 self._lost(lane, why)
@@ -214,11 +214,7 @@ class SinkGroups:
         """Abort every group."""
         for lane in self._table.all():
             self._end(lane, "the worker stops", is_told=False)
-        end = time.monotonic() + timeout_s
-        for lane in self._table.dying():
-            left_s = max(0.0, end - time.monotonic())
-            if lane.runner is not None and not lane.runner.join(left_s):
-                log.error("transfer.group_stuck", group=lane.runner.spec.name)
+        self._table.join_dying(timeout_s)
 
     @property
     def num_dying(self) -> int:
@@ -234,7 +230,7 @@ class SinkGroups:
 
     def on_ready(self, runner: GroupRunner) -> None:
         """Let the receives that waited begin."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         if lane is None:
             return
         lane.is_ready = True
@@ -247,7 +243,7 @@ class SinkGroups:
 
     def on_left(self, runner: GroupRunner, batch: Batch) -> None:
         """Take a batch that is here out of its slot."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         coming = batch.about
         if lane is None or not isinstance(coming, _Coming):
             return
@@ -259,7 +255,7 @@ class SinkGroups:
 
     def on_dead(self, runner: GroupRunner, why: str) -> None:
         """Go on over another plane; without anything to go on with, the next one may try again."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         if lane is not None and self._is_idle(lane):
             self._end(lane, why)
         elif lane is not None:
@@ -267,9 +263,7 @@ class SinkGroups:
 
     def on_gone(self, runner: GroupRunner) -> None:
         """Its slots are free."""
-        for lane in self._table.dying():
-            if lane.runner is runner:
-                self._table.forget(lane)
+        self._table.runner_gone(runner)
 
     # ---- making ----------------------------------------------------------------------------------
 
@@ -303,7 +297,7 @@ class SinkGroups:
         return not any(r.link is lane.link and r.plane == "nccl" for r in of_peer)
 
     def _on_joined(self, link: PeerLink, joined: pb.GroupJoined) -> None:
-        lane = self._lane(link, joined.number)
+        lane = self._table.numbered(link, joined.number)
         if lane is None or lane.runner is not None or self._runner_parts is None:
             return
         if not 0 < joined.slot_bytes <= _MAX_SLOT_BYTES:
@@ -332,21 +326,12 @@ class SinkGroups:
 
         return tell
 
-    def _on_entry(self, link: PeerLink, entry: pb.GroupEntry) -> None:
-        lane = self._lane(link, entry.number)
-        if lane is None or lane.runner is None:
-            return
-        try:
-            lane.runner.store.on_entry(entry.key, entry.value)
-        except ValueError:
-            raise WireError("group_entry") from None
-
     # ---- batches ---------------------------------------------------------------------------------
 
     def _on_batch(
         self, link: PeerLink, message: Message, told: pb.GroupBatch, receive: Receive | None
     ) -> None:
-        lane = self._lane(link, told.number)
+        lane = self._table.numbered(link, told.number)
         if lane is None or lane.runner is None or told.batch < lane.next_batch:
             return  # of a group that was given up, or said twice
         if told.batch != lane.next_batch:
@@ -402,7 +387,6 @@ class SinkGroups:
         except (WireError, GroupError) as error:
             self._counters.bad_frames += 1
             log.warning("transfer.bad_batch", group=lane.runner.spec.name, error=str(error))
-            return
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -467,16 +451,6 @@ class SinkGroups:
         if link.plane != plane:
             link.plane = plane
             self._owner.on_plane_changed(link)
-
-    def _lane(self, link: PeerLink, number: int) -> _Lane | None:
-        lane = self._table.get(link)
-        return lane if lane is not None and lane.number == number else None
-
-    def _lane_of(self, runner: GroupRunner) -> _Lane | None:
-        for lane in self._table.all():
-            if lane.runner is runner:
-                return lane
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ cancelled transfer gives them back at once, whatever the group does.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.device import PREFILL_RANK, GroupError, GroupSpec, HostBytes
 from services.transfer.end_parts import EndParts
+from services.transfer.group_lanes import LaneTable
 from services.transfer.group_runner import MAX_INSIDE, Batch, GroupRunner, RunnerParts
-from services.transfer.group_table import GroupTable, group_name
+from services.transfer.group_table import group_name
 from services.transfer.loop import Inbox
 from services.transfer.pair_store import PairStore
 from services.transfer.pairing import max_frame_bytes
@@ -82,7 +82,7 @@ class SourceGroups:
         self._on_ended = on_ended
         self._post = inbox.put
         self._largest_frame = max_frame_bytes(parts.layout)
-        self._table: GroupTable[bytes, _Lane] = GroupTable(parts.config.max_groups)
+        self._table: LaneTable[bytes, _Lane] = LaneTable(parts.config.max_groups)
         # The last number of each peer: a message that was long on its way cannot bring one back.
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._runner_parts: RunnerParts | None = None
@@ -103,10 +103,10 @@ class SourceGroups:
         if kind is MessageType.GROUP_JOIN:
             self._on_join(peer, codec.parse(pb.JoinGroup, body), agreed_plane)
         elif kind is MessageType.GROUP_ENTRY:
-            self._on_entry(peer, codec.parse(pb.GroupEntry, body))
+            self._table.take_entry(peer.base, codec.parse(pb.GroupEntry, body))
         elif kind is MessageType.GROUP_LEAVE:
             leave = codec.parse(pb.LeaveGroup, body)
-            lane = self._lane(peer.base, leave.number)
+            lane = self._table.numbered(peer.base, leave.number)
             if lane is not None:
                 self._end(lane, f"decode left: {codec.clip(leave.reason)}")
         elif kind is MessageType.GROUP_GO:
@@ -175,10 +175,7 @@ class SourceGroups:
         """Abort every group."""
         for lane in self._table.all():
             self._end(lane, "the worker stops")
-        end = time.monotonic() + timeout_s
-        for lane in self._table.dying():
-            if not lane.runner.join(max(0.0, end - time.monotonic())):
-                log.error("transfer.group_stuck", group=lane.runner.spec.name)
+        self._table.join_dying(timeout_s)
 
     @property
     def num_dying(self) -> int:
@@ -194,21 +191,21 @@ class SourceGroups:
 
     def on_ready(self, runner: GroupRunner) -> None:
         """The group is built at this end."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         if lane is not None:
             lane.is_ready = True
             log.info("transfer.group_ready", group=runner.spec.name, side="send")
 
     def on_left(self, runner: GroupRunner, batch: Batch) -> None:
         """A batch was sent."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         if lane is not None:
             lane.num_inside -= 1
             lane.free.append(batch.slot)
 
     def on_dead(self, runner: GroupRunner, why: str) -> None:
         """Tell the peer; it opens its transfers again over another plane."""
-        lane = self._lane_of(runner)
+        lane = self._table.of_runner(runner)
         if lane is not None:
             self._bury(lane)
             log.warning(
@@ -222,9 +219,7 @@ class SourceGroups:
 
     def on_gone(self, runner: GroupRunner) -> None:
         """Its slots are free."""
-        for lane in self._table.dying():
-            if lane.runner is runner:
-                self._table.forget(lane)
+        self._table.runner_gone(runner)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -291,17 +286,8 @@ class SourceGroups:
         body = pb.GroupEntry(number=number, key=key, value=value).SerializeToString()
         self._post(lambda: self._send(peer, MessageType.GROUP_ENTRY, body, 0, 0))
 
-    def _on_entry(self, peer: Peer, entry: pb.GroupEntry) -> None:
-        lane = self._lane(peer.base, entry.number)
-        if lane is None:
-            return
-        try:
-            lane.runner.store.on_entry(entry.key, entry.value)
-        except ValueError:
-            raise WireError("group_entry") from None
-
     def _on_go(self, peer: Peer, go: pb.GroupGo) -> None:
-        lane = self._lane(peer.base, go.number)
+        lane = self._table.numbered(peer.base, go.number)
         if lane is None or go.batch not in lane.told:
             return  # said twice, or about a group that was given up
         if go.batch != next(iter(lane.told)):
@@ -329,13 +315,3 @@ class SourceGroups:
         leave = pb.LeaveGroup(number=number, reason=codec.clip(why), is_broken=is_broken)
         body = leave.SerializeToString()
         self._send(peer, MessageType.GROUP_LEAVE, body, 0, 0)
-
-    def _lane(self, base: bytes, number: int) -> _Lane | None:
-        lane = self._table.get(base)
-        return lane if lane is not None and lane.number == number else None
-
-    def _lane_of(self, runner: GroupRunner) -> _Lane | None:
-        for lane in self._table.all():
-            if lane.runner is runner:
-                return lane
-        return None
