@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
+from services.cli.outcome import show_result
+
 MAX_BLOCKS = 4096  # 1.4 GiB a pool, and there are five of them
 
 app = typer.Typer(help="Measure a cluster on this machine.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="Name, directory or .gguf file.")]
+Blocks = Annotated[str, typer.Option(help="Numbers of blocks, with commas.")]
+Cases = Annotated[int, typer.Option(min=1, help="Times each case is measured.")]
+Threads = Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")]
+PromptSeed = Annotated[int, typer.Option(min=0, help="Seed of the prompts.")]
+BlockSeed = Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")]
 
 
 @app.callback()
@@ -19,25 +28,23 @@ def group() -> None:
 
 @app.command("smoke")
 def smoke(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    model: Model = "",
     pairs: Annotated[int, typer.Option(min=1, help="Requests per arm.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    seed: PromptSeed = 0,
 ) -> int:
     """Two pools beside one worker: TTFT, ITL, tokens a second, handoff."""
     from services.bench.smoke import run
 
-    result = run(model, pairs=pairs, prompt_tokens=prompt_tokens, seed=seed)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(run(model, pairs=pairs, prompt_tokens=prompt_tokens, seed=seed))
 
 
 @app.command("engine")
 def engine(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 3,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    model: Model = "",
+    rounds: Cases = 3,
+    threads: Threads = 0,
+    seed: PromptSeed = 0,
     transformers: Annotated[
         bool, typer.Option(help="Measure Hugging Face transformers too, if installed.")
     ] = True,
@@ -48,27 +55,25 @@ def engine(
     apply_threads(os.environ, threads)  # before the next line loads torch
     from services.bench.engine import run
 
-    result = run(model, rounds=rounds, threads=threads, seed=seed, with_transformers=transformers)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(
+        run(model, rounds=rounds, threads=threads, seed=seed, with_transformers=transformers)
+    )
 
 
 @app.command("handoff")
 def handoff(
-    blocks: Annotated[str, typer.Option(help="Numbers of blocks, with commas.")] = "1,16,64,1024",
-    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")] = 0,
+    blocks: Blocks = "1,16,64,1024",
+    rounds: Cases = 40,
+    seed: BlockSeed = 0,
     json_: Annotated[
         bool, typer.Option("--json/--table", help="One JSON object, or the bars to read.")
     ] = True,
 ) -> int:
     """KV from process to process on every plane, beside memcpy of the same blocks."""
-    numbers = [part.strip() for part in blocks.split(",")]
-    if not all(part.isdigit() and 0 < int(part) <= MAX_BLOCKS for part in numbers):
-        raise typer.BadParameter(f"numbers from 1 to {MAX_BLOCKS}, with commas")
+    numbers = _numbers(blocks, MAX_BLOCKS)
     from services.bench.handoff import run
 
-    result = run([int(part) for part in numbers], rounds=rounds, seed=seed)
+    result = run(numbers, rounds=rounds, seed=seed)
     if json_:
         typer.echo(result.to_json())
     else:
@@ -80,71 +85,59 @@ def handoff(
 
 @app.command("attach")
 def attach(
-    blocks: Annotated[str, typer.Option(help="Numbers of blocks, with commas.")] = "1,16,64,1024",
-    rounds: Annotated[int, typer.Option(min=1, help="Times each case is measured.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")] = 0,
+    blocks: Blocks = "1,16,64,1024",
+    rounds: Cases = 40,
+    seed: BlockSeed = 0,
 ) -> int:
     """Handoffs read in place beside handoffs copied over memfd, and what moving later costs."""
-    numbers = [part.strip() for part in blocks.split(",")]
-    if not all(part.isdigit() and 0 < int(part) <= MAX_BLOCKS for part in numbers):
-        raise typer.BadParameter(f"numbers from 1 to {MAX_BLOCKS}, with commas")
+    numbers = _numbers(blocks, MAX_BLOCKS)
     from services.bench.attach import run
 
-    result = run([int(part) for part in numbers], rounds=rounds, seed=seed)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(run(numbers, rounds=rounds, seed=seed))
 
 
 @app.command("second-token")
 def second_token(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    model: Model = "",
     prompt_tokens: Annotated[
         str, typer.Option(help="Lengths of the prompts, with commas.")
     ] = "512,1024,2048",
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of each length.")] = 8,
     dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    seed: PromptSeed = 0,
 ) -> int:
     """What a handoff adds to the second token: pairs of two pools and one worker, and stages."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter("dtype is float32 or bfloat16")
-    lengths = [part.strip() for part in prompt_tokens.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in lengths):
-        raise typer.BadParameter("numbers from 1, with commas")
+    _check_dtype(dtype)
+    lengths = _numbers(prompt_tokens)
     from services.bench.second_token import run
 
-    result = run(model, [int(part) for part in lengths], rounds=rounds, dtype=dtype, seed=seed)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(run(model, lengths, rounds=rounds, dtype=dtype, seed=seed))
 
 
 @app.command("wire")
 def wire(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    model: Model = "",
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts, side by side.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt.")] = 256,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="Stored KV: float32 or bfloat16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    threads: Threads = 0,
+    seed: PromptSeed = 0,
 ) -> int:
     """Error of each wire dtype on a real model: KL of the logits, agreement of greedy tokens."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter("dtype is float32 or bfloat16")
+    _check_dtype(dtype)
     from services.runtime.threads import apply_threads
 
     apply_threads(os.environ, threads)  # before the next line loads torch
     from services.bench.wire import Setup, run
 
     setup = Setup(prompts, prompt_tokens, answer_tokens, seed)
-    result = run(model, setup, dtype=dtype, threads=threads)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(run(model, setup, dtype=dtype, threads=threads))
 
 
 @app.command("cancel")
 def cancel(
-    model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
+    model: Model = "",
     cancels: Annotated[int, typer.Option(min=2, help="Requests cancelled one by one.")] = 40,
     prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of each prompt.")] = 1024,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and moments.")] = 0,
@@ -152,6 +145,20 @@ def cancel(
     """From a cancel to free blocks on both sides, read over the wire; also with messages lost."""
     from services.bench.cancel import run
 
-    result = run(model, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed)
-    typer.echo(result.to_json())
-    return result.exit_code
+    return show_result(run(model, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed))
+
+
+def _numbers(text: str, most: int | None = None) -> list[int]:
+    """Read numbers from 1 to `most`, with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdigit()]
+    is_bounded = all(number > 0 and (most is None or number <= most) for number in numbers)
+    if len(numbers) != len(parts) or not is_bounded:
+        bound = "" if most is None else f" to {most}"
+        raise typer.BadParameter(f"numbers from 1{bound}, with commas")
+    return numbers
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("dtype is float32 or bfloat16")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.outcome import show_result
+
 if TYPE_CHECKING:
     from services.bench.result import BenchResult
     from services.chaos.transfers import Campaign
@@ -37,7 +39,7 @@ def handoff(
     from services.chaos.handoff import run, usual_campaign
 
     result = run(usual_campaign(seed, faults, model), lambda line: _tell(line, json))
-    return _show(result)
+    return show_result(result)
 
 
 @app.command("transfers")
@@ -67,7 +69,7 @@ def transfers(
     campaign = run_campaign(num, seed, jobs=jobs or available_cores())
     for failed in campaign.failures:
         _tell(f"seed {failed.seed}: {failed.violation}\n  {failed.replay}", json)
-    return _show(_transfers_result(seed, campaign))
+    return show_result(_transfers_result(seed, campaign))
 
 
 def _transfers_result(seed: int, campaign: Campaign) -> BenchResult:
@@ -90,8 +92,3 @@ def _transfers_result(seed: int, campaign: Campaign) -> BenchResult:
 def _tell(line: str, is_quiet: bool) -> None:
     if not is_quiet:
         typer.echo(line, err=True)
-
-
-def _show(result: BenchResult) -> int:
-    typer.echo(result.to_json())
-    return result.exit_code
