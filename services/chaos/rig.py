@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from services.chaos.forking import Forks
 from services.chaos.scripted_worker import SPEED_VARIABLE
 from services.chaos.tcp_proxy import TcpProxy
-from services.common.address import free_port
+from services.common.address import HeldPort
 from services.common.config import IsthmusConfig
 from services.common.config_source import dump_yaml
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -77,22 +77,22 @@ class RigWorker:
     ) -> None:
         self.name = name
         self.role = role
-        self.grpc = f"{HOST}:{free_port(HOST)}"
+        grpc_port, kv_port = self._ports = (HeldPort(HOST), HeldPort(HOST))
+        self.grpc = f"{HOST}:{grpc_port.number}"
         self.num_lives = 0
         self.point = ""  # armed in the current life, until it has fired
         self._plan = plan
-        kv_port = free_port(HOST)
-        self.proxy = TcpProxy((HOST, kv_port), seed=kv_port, splits_messages=True)
+        self.proxy = TcpProxy((HOST, kv_port.number), seed=kv_port.number, splits_messages=True)
         runtime_dir = rig_dir / name
         runtime_dir.mkdir(mode=0o700)
         self._environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")},
             "ISTHMUS_WORKER__ROLE": role,
             "ISTHMUS_WORKER__WORKER_ID": name,
-            "ISTHMUS_WORKER__GRPC_PORT": self.grpc.rpartition(":")[2],
+            "ISTHMUS_WORKER__GRPC_PORT": str(grpc_port.number),
             "ISTHMUS_WORKER__RUNTIME_DIR": str(runtime_dir),
             "ISTHMUS_TRANSFER__PLANES": planes,
-            "ISTHMUS_TRANSFER__ZMQ_PORT": str(kv_port),
+            "ISTHMUS_TRANSFER__ZMQ_PORT": str(kv_port.number),
             "ISTHMUS_TRANSFER__ZMQ_ADVERTISE": f"{HOST}:{self.proxy.port}",
         }
         if plan.speed:
@@ -133,6 +133,13 @@ class RigWorker:
         self.child.send(signal.SIGCONT)
         self.child.send(signal.SIGTERM)
 
+    async def close(self) -> None:
+        """Let go of its proxy, channel and ports, once the process has ended."""
+        self.proxy.stop()
+        await self.channel.close()
+        for port in self._ports:
+            port.release()
+
 
 class Rig:
     """Starts on entry, ends on exit; enter it on the main thread (children die with it)."""
@@ -142,7 +149,8 @@ class Rig:
         self._plan = plan
         self._first_point = first_point
         self.workers: list[RigWorker] = []
-        self.grpc = f"{HOST}:{free_port(HOST)}"
+        self._grpc_port, self._http_port = HeldPort(HOST), HeldPort(HOST)
+        self.grpc = f"{HOST}:{self._grpc_port.number}"
 
     async def __aenter__(self) -> Self:
         """Start everything; `all_live` says when it is ready."""
@@ -166,6 +174,7 @@ class Rig:
             self._channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
         except BaseException:
             self._close_forks()
+            self._release_ports()
             self._runtime.remove()
             raise
         return self
@@ -186,22 +195,26 @@ class Rig:
                 child.wait(STOP_TIMEOUT_S)
         self._close_forks()
         for worker in self.workers:
-            worker.proxy.stop()
-            await worker.channel.close()
+            await worker.close()
         await self._channel.close()
         self._store.stop()
+        self._release_ports()
         self._runtime.remove()
 
     def _close_forks(self) -> None:
         if self._forks is not None:
             self._forks.close()
 
+    def _release_ports(self) -> None:
+        self._grpc_port.release()
+        self._http_port.release()
+
     def _write_config(self, path: Path) -> None:
-        port = int(self.grpc.rpartition(":")[2])
+        ports = {"grpc_port": self._grpc_port.number, "http_port": self._http_port.number}
         sections: dict[str, dict[str, object]] = {
             "model": {"name": str(self._plan.model_dir)},
             "store": {"url": SecretStr(self._store.url)},
-            "router": {"grpc_port": port, "http_port": free_port(HOST), "drain_s": 0.5},
+            "router": {**ports, "drain_s": 0.5},
             "worker": {"threads": self._plan.threads, "drain_s": 0.5},
             "telemetry": {"log_level": "warning"},
         }

@@ -174,6 +174,7 @@ class Supervisor:
             unit.child.send(signal.SIGKILL)
         for unit in units:
             unit.child.wait(_KILL_WAIT_S)
+            unit.release_ports()
             unit.state.stopped()
 
     # -- telling -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.cli import exits
 from services.cli.probe import HealthProbe
 from services.cli.up_plan import PlannedProcess
-from services.common.address import family_of, free_port, join_host_port
+from services.common.address import HeldPort, family_of, join_host_port
 from services.runtime.process import (
     Child,
     GiveUp,
@@ -107,6 +107,7 @@ class Unit:
         self.child: Child = Child(plan.name, [], environ, log_dir / f"{plan.name}.log", launch)
         self._make_command = make_command
         self._probe: HealthProbe | None = None
+        self._held: list[HeldPort] = []
 
     @property
     def grpc(self) -> str:
@@ -128,9 +129,10 @@ class Unit:
     def spawn(self) -> None:
         """Start a life; ports nobody asked for by number are drawn anew."""
         self.close_probe()
-        self.grpc_port = self.plan.grpc_port or free_port(self.plan.grpc_host)
+        self.release_ports()
+        self.grpc_port = self.plan.grpc_port or self._draw_port(self.plan.grpc_host)
         if self.plan.http_host:
-            self.http_port = self.plan.http_port or free_port(self.plan.http_host)
+            self.http_port = self.plan.http_port or self._draw_port(self.plan.http_host)
         self.child.argv = self._make_command(self.plan, self.grpc_port, self.http_port)
         self.child.spawn()
         self.state.spawned()
@@ -149,6 +151,18 @@ class Unit:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
+
+    def release_ports(self) -> None:
+        """Let go of the ports that were drawn for the process."""
+        for held in self._held:
+            held.release()
+        self._held.clear()
+
+    def _draw_port(self, host: str) -> int:
+        # Held, not only drawn: seconds pass until the process listens.
+        held = HeldPort(host)
+        self._held.append(held)
+        return held.number
 
 
 def is_port_free(host: str, port: int) -> bool:

@@ -23,6 +23,30 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+class HeldPort:
+    """A free port of a host, kept free until `release` for a process that will listen there.
+
+    The socket is bound and does not listen: the kernel draws its port for nobody else, neither for
+    a listener nor for a connection, and lets whoever asks for it by number listen with
+    SO_REUSEADDR, as servers do.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Draw the port."""
+        self._socket = socket.socket(family_of(host))
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, 0))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.number = int(self._socket.getsockname()[1])
+
+    def release(self) -> None:
+        """Let anybody have it; idempotent."""
+        self._socket.close()
+
+
 def free_port(host: str) -> int:
     """Draw a port that is free at this moment."""
     with socket.socket(family_of(host)) as probe:
