@@ -86,17 +86,23 @@ class TextModel:
         The work is bounded by `max_tokens`, not by the text: growing starts of a long text are
         tried first, so that megabytes of prompt are refused after a few kilobytes of them.
         """
-        if self._least_tokens(text) > max_tokens:
+        if self._is_long(text, max_tokens):
             return None
+        ids = self.encode(text, add_special)
+        return ids if len(ids) <= max_tokens else None
+
+    def _is_long(self, text: str, max_tokens: int) -> bool:
+        """Say whether a start of the text has more tokens already; False does not mean it fits."""
+        if self._least_tokens(text) > max_tokens:
+            return True
         # A cut may split a token and so make a few more of it.
         limit = max_tokens + _CUT_SLACK
         size = _FIRST_TRY_CHARS * limit
         while size < len(text):
             if len(self._tokenizer.encode(text[:size], add_special_tokens=False).ids) > limit:
-                return None
+                return True
             size *= 2
-        ids = self.encode(text, add_special)
-        return ids if len(ids) <= max_tokens else None
+        return False
 
     def encode_chat_at_most(
         self, turns: Sequence[ChatTurn], max_tokens: int
@@ -120,8 +126,8 @@ class TextModel:
                 return self.encode_at_most(self.template.render(turns), False, max_tokens)
             pairs = zip(turns, contents, strict=True)
             text = self.template.render([ChatTurn(turn.role, text) for turn, text in pairs])
-            # Markers are tokens more, each between two characters of the messages.
-            if self.encode_at_most(text, False, max_tokens + 3 * text.count(marker)) is None:
+            # Markers are tokens more, three at most for each.
+            if self._is_long(text, max_tokens + 3 * text.count(marker)):
                 return None
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
             ids = without_marker(text, encoding.ids, encoding.offsets, marker)
