@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.transfer.config import TransferConfig
 from services.transfer.zmq_plane import check_host
+from tests.support.source_tree import faults_in
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("services", "kernels", "loadtest", "tools")
 # An address as text, with or without scheme and port, that means every interface.
 _ALL = re.compile(r"^([a-z]+://)?(0\.0\.0\.0|\*|\[::\]|::)(:\S*)?$")
@@ -46,15 +45,7 @@ def _call_faults(node: ast.Call) -> Iterator[str]:
 
 
 def test_tree_binds_nowhere_to_all_interfaces() -> None:
-    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(files) > 100
-    found = [
-        f"{path.relative_to(ROOT)}:{fault}"
-        for path in files
-        if path.parent.name != "pb"
-        for fault in faults(path.read_text())
-    ]
-    assert found == []
+    assert faults_in(FOLDERS, faults) == []
 
 
 @pytest.mark.parametrize(

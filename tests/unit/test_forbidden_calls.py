@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.source_tree import faults_in
+
 FOLDERS = ("services", "kernels", "loadtest", "tools", "tests")
 MODULES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"})
 CALLS = frozenset({"eval", "exec", "compile"})
@@ -59,15 +59,7 @@ def _call_fault(node: ast.Call) -> str:
 
 
 def test_tree_has_no_forbidden_call() -> None:
-    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(files) > 100
-    found = [
-        f"{path.relative_to(ROOT)}:{fault}"
-        for path in files
-        if path.parent.name != "pb"
-        for fault in faults(path.read_text())
-    ]
-    assert found == []
+    assert faults_in(FOLDERS, faults) == []
 
 
 @pytest.mark.parametrize(
