@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
+from services.runtime.process import wait_or_kill
+
 TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 4.0
 
@@ -84,11 +86,7 @@ class GlooRaw:
     def _end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_TIMEOUT_S)
+        wait_or_kill(self._process, STOP_TIMEOUT_S)
 
 
 def main() -> None:

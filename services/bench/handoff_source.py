@@ -6,6 +6,7 @@ measured handoff costs what the transfer layer costs and no digest of sealing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,6 +28,7 @@ from services.common.ids import BlockHash, BlockId
 from services.kv.digest import block_digests
 from services.kv.layout import KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
+from services.runtime.process import wait_or_kill
 from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent, SourceReleased
 from services.transfer.config import TransferConfig
 from services.transfer.device import Device
@@ -194,12 +196,9 @@ class SourceProcess:
         if process is None:
             return
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it has ended already
             process.stdin.close()
-            process.wait(2 * STOP_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(STOP_TIMEOUT_S)
+        wait_or_kill(process, 2 * STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)  # its input has ended with the process
         if process.stdout is not None:
             process.stdout.close()

@@ -26,6 +26,7 @@ import zmq
 
 from services.bench.handoff_source import LAYOUT
 from services.kv.memory import KvPoolMemory
+from services.runtime.process import wait_or_kill
 from services.transfer.config import MIB, TransferConfig
 
 START_TIMEOUT_S = 60.0
@@ -115,11 +116,7 @@ class RawZmq:
         process = self._process
         assert process is not None
         self._socket.send(_STOP, zmq.NOBLOCK)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_TIMEOUT_S)
+        wait_or_kill(process, STOP_TIMEOUT_S)
         self._socket.close(linger=0)
         self._context.term()
         assert process.stdout is not None

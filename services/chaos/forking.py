@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from services.runtime.process import PARENT_VARIABLE
+from services.runtime.process import PARENT_VARIABLE, wait_or_kill
 
 ZYGOTE = "services.chaos.zygote"
 SCRIPTED = "services.chaos.scripted_worker"
@@ -100,11 +100,7 @@ class Forks:
     def close(self) -> None:
         """End the zygote; forks still alive are asked to end by the kernel."""
         self._control.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_TIMEOUT_S)
+        wait_or_kill(self._process, STOP_TIMEOUT_S)
 
     def launch(self, argv: Sequence[str], environ: Mapping[str, str], log_fd: int) -> ForkedWorker:
         """Fork a worker; `argv` is the command that would start one without a zygote."""

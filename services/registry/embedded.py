@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from services.common.address import free_port
 from services.common.errors import StoreUnavailable
+from services.runtime.process import wait_or_kill
 
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes with the terminator
 # 1 = PR_SET_PDEATHSIG, 15 = SIGTERM; the parent may have died before the call.
@@ -111,11 +112,7 @@ class EmbeddedStore:
             # A stopped process takes no SIGTERM until it is continued.
             self._process.send_signal(signal.SIGCONT)
             self._process.terminate()
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process, timeout_s)
         for file in self._files:
             file.unlink(missing_ok=True)
 

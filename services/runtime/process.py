@@ -15,6 +15,7 @@ PARENT_VARIABLE = "ISTHMUS_PARENT_PID"
 MAX_LOG_BYTES = 32 << 20
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16 << 10
+_REAP_TIMEOUT_S = 5.0
 
 
 def die_with_parent(environ: Mapping[str, str]) -> bool:
@@ -31,6 +32,17 @@ def die_with_parent(environ: Mapping[str, str]) -> bool:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have died before the call: then no signal will ever come.
     return os.getppid() == int(expected)
+
+
+def wait_or_kill(
+    process: subprocess.Popen[str] | subprocess.Popen[bytes], timeout_s: float
+) -> None:
+    """Wait for a process that was asked to end; kill it if it does not."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_REAP_TIMEOUT_S)
 
 
 class Launched(Protocol):
