@@ -25,24 +25,18 @@ from tests.support.transfer_ends import (
     wait_until,
     with_planes,
 )
+from tests.support.transfer_fixtures import prefill
 
+__all__ = ["prefill"]  # fixture
 pytestmark = pytest.mark.integration
 
 ATTACH = with_planes(CALM, "attach", "memfd")
-BRISK_ATTACH = replace(with_planes(BRISK, "attach", "memfd"))
+BRISK_ATTACH = with_planes(BRISK, "attach", "memfd")
 
 
 @pytest.fixture
 def config() -> TransferConfig:
     return ATTACH
-
-
-@pytest.fixture
-def prefill(config: TransferConfig, tmp_path: Path) -> Iterator[PrefillEnd]:
-    end = make_prefill(tmp_path, config)
-    yield end
-    end.stop()
-    assert not end.source.is_alive()
 
 
 @pytest.fixture

@@ -33,7 +33,9 @@ from tests.support.transfer_ends import (
     wait_until,
     with_planes,
 )
+from tests.support.transfer_fixtures import decode, prefill
 
+__all__ = ["decode", "prefill"]  # fixtures
 pytestmark = pytest.mark.integration
 
 ZMQ = with_planes(CALM, "zmq")
@@ -207,17 +209,8 @@ def test_partition_ends_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def prefill(tmp_path: Path) -> Iterator[PrefillEnd]:
-    end = make_prefill(tmp_path, ZMQ)
-    yield end
-    end.stop()
-
-
-@pytest.fixture
-def decode() -> Iterator[DecodeEnd]:
-    end = make_decode(ZMQ)
-    yield end
-    end.stop()
+def config() -> TransferConfig:
+    return ZMQ
 
 
 def test_garbage_frames_harm_nobody_else(prefill: PrefillEnd, decode: DecodeEnd) -> None:

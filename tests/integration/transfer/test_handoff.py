@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,29 +35,15 @@ from tests.support.transfer_ends import (
     wait_until,
     with_planes,
 )
+from tests.support.transfer_fixtures import decode, prefill
 
+__all__ = ["decode", "prefill"]  # fixtures
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(params=["memfd", "nccl", "zmq"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
     return with_planes(CALM, request.param)
-
-
-@pytest.fixture
-def prefill(config: TransferConfig, tmp_path: Path) -> Iterator[PrefillEnd]:
-    end = make_prefill(tmp_path, config)
-    yield end
-    end.stop()
-    assert not end.source.is_alive()
-
-
-@pytest.fixture
-def decode(config: TransferConfig) -> Iterator[DecodeEnd]:
-    end = make_decode(config)
-    yield end
-    end.stop()
-    assert not end.sink.is_alive()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 160, 400])
