@@ -43,9 +43,8 @@ def open_dealer(
     max_frame_bytes: int = 0,
 ) -> DealerLink:
     """Connect to a source; with a script in the configuration, through its faults."""
-    if config.fault_deck is None:
-        return DealerLink(context, endpoint, base, channel, config, keys, max_frame_bytes)
-    return FaultyDealer(context, endpoint, base, channel, config, keys, max_frame_bytes)
+    kind = DealerLink if config.fault_deck is None else FaultyDealer
+    return kind(context, endpoint, base, channel, config, keys, max_frame_bytes)
 
 
 def open_bell(bell: Doorbell, dealer: DealerLink) -> Doorbell:
