@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from services.common.address import join_host_port
 from services.common.errors import RequestError
 from services.common.ids import BlockId
 from services.kv.digest import tail_digest
@@ -135,8 +136,7 @@ class TransferSource:
         port = RouterPort(host, self._incarnation, self._config, self._keys, self._listen.port)
         self._port = port
         self.port = port.port
-        bound = f"[{host}]:{port.port}" if ":" in host else f"{host}:{port.port}"
-        self.endpoint = f"tcp://{self._listen.advertise or bound}"
+        self.endpoint = f"tcp://{self._listen.advertise or join_host_port(host, port.port)}"
         self._poller = Poller()
         self._poller.add(self._inbox.fileno())
         self._poller.add(port)
