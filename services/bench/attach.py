@@ -24,6 +24,8 @@ from services.bench.handoff_sink import HandoffFailed, TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
 from services.bench.result import Bar, BenchResult
 from services.common.ids import BlockId
+from services.common.progress import Progress, silent
+from services.common.wording import counted
 from services.kv.attached import AttachedKv, PoolBases
 from services.kv.digest import block_digests
 from services.kv.memory import KvPoolMemory
@@ -47,16 +49,26 @@ class Series:
 Measured = dict[tuple[str, str, int], Series]
 
 
-def run(blocks: Sequence[int] = BLOCKS, *, rounds: int, seed: int) -> BenchResult:
+def run(
+    blocks: Sequence[int] = BLOCKS, *, rounds: int, seed: int, progress: Progress = silent
+) -> BenchResult:
     """Measure both planes with both digest policies at every number of blocks."""
+    progress("starting the source", 0.0)
     with ExitStack() as stack:
         bench = _Bench(stack, max(blocks), seed)
         measured: Measured = {}
         for num_blocks in blocks:
             bench.round({}, num_blocks)  # connects, and touches the memory
-            for _ in range(rounds_of(num_blocks, rounds)):
+            num_rounds = rounds_of(num_blocks, rounds)
+            for number in range(num_rounds):
+                progress(f"handing off {counted(num_blocks, 'block')}", number / num_rounds)
                 bench.round(measured, num_blocks)
         return result_of(measured, num_wrong=bench.num_wrong)
+
+
+def memory_bytes(max_blocks: int) -> int:
+    """What both pools take."""
+    return 2 * (max_blocks + SPARE_BLOCKS) * LAYOUT.block_bytes
 
 
 class _Bench:

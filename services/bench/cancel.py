@@ -26,7 +26,8 @@ import grpc
 import numpy as np
 
 from services.bench.local_cluster import LocalCluster
-from services.bench.result import Bar, BenchResult
+from services.bench.result import Bar, BenchFailed, BenchResult
+from services.common.progress import Progress, silent
 from services.pb import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 CALL_TIMEOUT_S = 120.0
@@ -145,18 +146,29 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[rank]
 
 
-def run(model: Path | str, *, cancels: int, prompt_tokens: int, seed: int) -> BenchResult:
+def run(
+    model: Path | str,
+    *,
+    cancels: int,
+    prompt_tokens: int,
+    seed: int,
+    progress: Progress = silent,
+) -> BenchResult:
     """Cancel `cancels` requests, half in prefill and half in decode; then the harder cases."""
     rng = random.Random(seed)
     result = BenchResult("cancel")
+    progress("starting 1 + 1 workers", 0.0)
     with LocalCluster(model, prefill=1, decode=1) as cluster:
-        _measure_cancels(cluster, rng, cancels, prompt_tokens, result)
+        _measure_cancels(cluster, rng, cancels, prompt_tokens, result, progress)
+        progress("cancelling ten at once", 0.0)
         _measure_storm(cluster, rng, prompt_tokens, result)
         cluster.assert_no_blocks_in_use()
     lease = {"ISTHMUS_TRANSFER__LEASE_MS": str(round(LEASE_S * 1000))}
     flags = ("--routers", "2")
+    progress("starting 1 + 2 workers", 0.0)
     with LocalCluster(model, prefill=1, decode=2, flags=flags, settings=lease) as cluster:
         for has_traffic in (False, True):
+            progress(f"freezing, {'with' if has_traffic else 'without'} traffic", 0.0)
             _measure_lost(cluster, rng, prompt_tokens, result, has_traffic=has_traffic)
         cluster.assert_no_blocks_in_use()
     return result
@@ -166,7 +178,12 @@ def run(model: Path | str, *, cancels: int, prompt_tokens: int, seed: int) -> Be
 
 
 def _measure_cancels(
-    cluster: LocalCluster, rng: random.Random, cancels: int, length: int, result: BenchResult
+    cluster: LocalCluster,
+    rng: random.Random,
+    cancels: int,
+    length: int,
+    result: BenchResult,
+    progress: Progress,
 ) -> None:
     watches = [Watch(p["grpc"]) for p in cluster.processes if p["role"] in ("prefill", "decode")]
     with grpc.insecure_channel(cluster.grpc) as channel:
@@ -174,10 +191,11 @@ def _measure_cancels(
         client.ttft_s(length)  # pays for what is done once
         ttft_s = client.ttft_s(length)
         try:
-            done = [
-                _cancel_one(client, watches, "decode" if i % 2 else "prefill", length, ttft_s)
-                for i in range(cancels)
-            ]
+            done = []
+            for i in range(cancels):
+                progress("cancelling one by one", i / cancels)
+                phase = "decode" if i % 2 else "prefill"
+                done.append(_cancel_one(client, watches, phase, length, ttft_s))
         finally:
             for watch in watches:
                 watch.stop()
@@ -316,7 +334,7 @@ def _receiving(cluster: LocalCluster, client: _Client, length: int, stack: ExitS
                 if is_seen():
                     return found[-1]
             call.cancel()
-    raise RuntimeError("no decode worker was seen to receive; a longer prompt takes longer")
+    raise BenchFailed("no decode worker was seen to receive; a longer prompt takes longer")
 
 
 def _has_released(watch: Watch, moment: float) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.bench.result import BenchFailed
 from services.common.config import WorkerSettings
 from services.common.ids import BlockId
 from services.common.model_manifest import read_manifest
@@ -41,7 +42,7 @@ from services.models.config import ModelConfig
 NEVER = 1e12  # deadline of work that may take as long as it takes
 
 
-class EngineMisbehaved(Exception):
+class EngineMisbehaved(BenchFailed):
     """The engine refused or ended work of the benchmark; a figure would mean nothing."""
 
 

@@ -20,7 +20,8 @@ from services.bench.driven_engine import DrivenEngine, Spent
 from services.bench.hardware import FLOAT_BYTES, Hardware, flop_per_token, weight_bytes
 from services.bench.result import Bar, BenchResult
 from services.bench.transformers_model import TransformersModel, is_installed
-from services.models.catalog import resolve
+from services.common.progress import Progress, silent
+from services.models.catalog import DEFAULT_MODEL, resolve
 from services.models.config import ModelConfig
 from services.models.load import load_model
 from services.runtime.threads import available_cores
@@ -28,6 +29,7 @@ from services.runtime.threads import available_cores
 BATCHES = (1, 8, 32)
 PROMPTS = (512, 2048)
 CONTEXT = 512
+LONGEST = max(PROMPTS) + 1
 STEPS = 16  # a block of every sequence is sealed once in so many
 ONE_STEP_S = 1e6  # a time target that no chunk reaches: chunks are as large as a step allows
 MAX_OUTSIDE_SHARE = 0.06
@@ -62,20 +64,30 @@ class Round:
 
 
 def run(
-    model: str, *, rounds: int, threads: int, seed: int, with_transformers: bool
+    model: str,
+    *,
+    rounds: int,
+    threads: int,
+    seed: int,
+    with_transformers: bool,
+    progress: Progress = silent,
 ) -> BenchResult:
     """Measure; the model is loaded once per library that runs it."""
     threads = threads or available_cores()
     torch.set_num_threads(threads)
     dispatch.set_num_threads(threads)
-    model_dir = resolve(model or "smollm2")
+    model_dir = resolve(model or DEFAULT_MODEL)
+    progress("loading the model", 0.0)
     ours = _Ours(model_dir, seed)
     theirs = None
     if with_transformers and is_installed():
         theirs = TransformersModel(model_dir, seed=seed)
     try:
         ours.warm_up()
-        done = [_round(ours, theirs) for _ in range(rounds)]
+        done = []
+        for number in range(rounds):
+            progress("measuring rounds", number / rounds)
+            done.append(_round(ours, theirs))
     finally:
         ours.close()
     return result_of(done, ours.config, threads, kernels=dispatch.describe("cpu"))

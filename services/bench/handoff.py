@@ -33,6 +33,8 @@ from services.bench.handoff_sink import TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
 from services.bench.raw_zmq import RawZmq
 from services.bench.result import Bar, BenchResult
+from services.common.progress import Progress, silent
+from services.common.wording import counted
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig
 
@@ -62,6 +64,7 @@ class Arm:
     is_layer_major: bool = False
 
 
+SOURCES = ("memfd", "zmq", "curve", "nccl")
 ARMS = (
     Arm("memfd", "memfd", NO_VERIFY),
     Arm("memfd_sampled", "memfd", VERIFY_SAMPLED),
@@ -97,16 +100,25 @@ class Series:
 Measured = dict[tuple[str, int], Series]
 
 
-def run(blocks: Sequence[int] = BLOCKS, *, rounds: int, seed: int) -> BenchResult:
+def run(
+    blocks: Sequence[int] = BLOCKS, *, rounds: int, seed: int, progress: Progress = silent
+) -> BenchResult:
     """Measure every arm at every number of blocks."""
+    progress("starting the sources", 0.0)
     with ExitStack() as stack:
         bench = _Bench(stack, max(blocks), seed)
         num_wrong = bench.count_wrong(min(CHECK_BLOCKS, max(blocks)))
         measured: Measured = {}
         for num_blocks in blocks:
-            bench.measure(measured, num_blocks, rounds_of(num_blocks, rounds))
+            bench.measure(measured, num_blocks, rounds_of(num_blocks, rounds), progress)
         num_wrong += bench.count_wrong(min(CHECK_BLOCKS, max(blocks)))
     return result_of(measured, num_wrong=num_wrong)
+
+
+def memory_bytes(max_blocks: int) -> int:
+    """What all pools and buffers take: two here, one a source, and gloo's two."""
+    num_pools = 2 + len(SOURCES) + 2
+    return num_pools * (max_blocks + SPARE_BLOCKS) * LAYOUT.block_bytes
 
 
 def rounds_of(num_blocks: int, rounds: int) -> int:
@@ -132,7 +144,7 @@ class _Bench:
         self._key_file = str(directory / "cluster.key_secret")
         self._sources = {
             name: stack.enter_context(SourceProcess(self._settings(name, directory, seed + i)))
-            for i, name in enumerate(("memfd", "zmq", "curve", "nccl"))
+            for i, name in enumerate(SOURCES)
         }
         message_bytes = TransferConfig().data_message_bytes
         max_bytes = max_blocks * LAYOUT.block_bytes
@@ -157,12 +169,13 @@ class _Bench:
             assert sink.plane() == _plane_of(arm.source), "the plane was not the one asked for"
         return wrong
 
-    def measure(self, measured: Measured, num_blocks: int, rounds: int) -> None:
+    def measure(self, measured: Measured, num_blocks: int, rounds: int, progress: Progress) -> None:
         """Measure every arm at one number of blocks; the first round only warms up."""
         for arm in ARMS:
             self._round(arm, num_blocks, Series())
         self._raw_round(num_blocks, Series())
-        for _ in range(rounds):
+        for number in range(rounds):
+            progress(f"handing off {counted(num_blocks, 'block')}", number / rounds)
             for arm in ARMS:
                 series = measured.setdefault((arm.name, num_blocks), Series())
                 self._round(arm, num_blocks, series)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.bench.handoff_source import IDENTITY, LAYOUT, SourceProcess, device_for, offer_of
+from services.bench.result import BenchFailed
 from services.common.clock import SystemClock
 from services.common.ids import BlockId
 from services.kv.attached import AttachedKv, PoolBases
@@ -24,7 +25,7 @@ STOP_TIMEOUT_S = 4.0
 _POLL_S = 0.0005
 
 
-class HandoffFailed(Exception):
+class HandoffFailed(BenchFailed):
     """A handoff of the benchmark did not end well; its figures would mean nothing."""
 
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from services.bench.result import BenchFailed
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
 from services.kv.digest import block_digests
@@ -53,7 +54,7 @@ IDENTITY = KvIdentity(
 )
 
 
-class SourceFailed(Exception):
+class SourceFailed(BenchFailed):
     """The source's process ended or said something else than asked for."""
 
 

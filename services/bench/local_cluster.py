@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import grpc
 
+from services.bench.result import BenchFailed
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 START_TIMEOUT_S = 180.0
@@ -25,7 +26,7 @@ RPC_TIMEOUT_S = 5.0
 POLL_S = 0.05
 
 
-class ClusterFailed(Exception):
+class ClusterFailed(BenchFailed):
     """The cluster did not start, did not stop, or lost blocks; the message quotes its output."""
 
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import zmq
 
 from services.bench.handoff_source import LAYOUT
+from services.bench.result import BenchFailed
 from services.kv.memory import KvPoolMemory
 from services.runtime.process import wait_or_kill
 from services.transfer.config import MIB, TransferConfig
@@ -38,7 +39,7 @@ _ORPHAN_POLL_MS = 1000
 _STOP = b"stop"
 
 
-class RawFailed(Exception):
+class RawFailed(BenchFailed):
     """The reference did not run; the benchmark's figures would lack what they stand beside."""
 
 

@@ -15,6 +15,10 @@ import psutil
 Figure = float | int | str | bool | None
 
 
+class BenchFailed(Exception):
+    """Nothing could be measured; the message says why in plain words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """One claim: a value against its bar."""

@@ -23,7 +23,8 @@ import grpc
 import numpy as np
 
 from services.bench.local_cluster import LocalCluster
-from services.bench.result import Bar, BenchResult
+from services.bench.result import Bar, BenchFailed, BenchResult
+from services.common.progress import Progress, silent
 from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 PROMPT_TOKENS = (512, 1024, 2048)
@@ -70,7 +71,13 @@ def bar_ms(prompt_tokens: int) -> float:
 
 
 def run(
-    model: Path | str, prompt_tokens: Sequence[int], *, rounds: int, dtype: str, seed: int
+    model: Path | str,
+    prompt_tokens: Sequence[int],
+    *,
+    rounds: int,
+    dtype: str,
+    seed: int,
+    progress: Progress = silent,
 ) -> BenchResult:
     """Start 1 prefill and 1 decode worker and measure."""
     load_before = os.getloadavg()[0]
@@ -79,6 +86,7 @@ def run(
         trace_file = Path(directory) / "spans.jsonl"
         settings = {"ISTHMUS_TELEMETRY__TRACE_FILE": str(trace_file)}
         flags = ("--dtype", dtype)
+        progress("starting 1 + 1 workers", 0.0)
         with (
             LocalCluster(model, prefill=1, decode=1, flags=flags, settings=settings) as cluster,
             grpc.insecure_channel(cluster.grpc) as channel,
@@ -86,6 +94,7 @@ def run(
             client = _Client(channel, trace_file, random.Random(seed))
             for number in range(rounds + WARM_UP_ROUNDS):
                 for length in prompt_tokens:
+                    progress("sending pairs", number / (rounds + WARM_UP_ROUNDS))
                     measured = client.round(length, local_first=number % 2 == 0)
                     if number >= WARM_UP_ROUNDS:
                         done[length].append(measured)
@@ -158,7 +167,7 @@ def read_spans(trace_file: Path, trace_id: str) -> dict[str, tuple[int, int]]:
             return found
         if time.monotonic() > deadline:
             missing = ", ".join(sorted(wanted - found.keys()))
-            raise TimeoutError(f"no spans within {SPANS_WITHIN_S:g} s: {missing}")
+            raise BenchFailed(f"no spans within {SPANS_WITHIN_S:g} s: {missing}")
         time.sleep(POLL_S)
 
 

@@ -23,11 +23,13 @@ import numpy as np
 
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchResult
+from services.common.progress import Progress, silent
 from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 MAX_TOKENS = 32
 CALL_TIMEOUT_S = 120.0
 WARM_UP_PAIRS = 2
+LOAD_TOKENS = 64  # of each prompt that is sent beside others
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,17 @@ class Pair:
     remote_again: Call  # the first one's prompt on one worker
 
 
-def run(model: Path | str, *, pairs: int, prompt_tokens: int, seed: int) -> BenchResult:
+def run(
+    model: Path | str,
+    *,
+    pairs: int,
+    prompt_tokens: int,
+    seed: int,
+    progress: Progress = silent,
+) -> BenchResult:
     """Start 1 prefill and 1 decode worker and measure."""
     rng = random.Random(seed)
+    progress("starting 1 + 1 workers", 0.0)
     with LocalCluster(model, prefill=1, decode=1) as cluster:
         with grpc.insecure_channel(cluster.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
@@ -62,19 +72,17 @@ def run(model: Path | str, *, pairs: int, prompt_tokens: int, seed: int) -> Benc
                 .models[0]
                 .vocab_size
             )
-            done = [
-                _pair(
-                    stub,
-                    _prompt(rng, prompt_tokens, vocab),
-                    _prompt(rng, prompt_tokens, vocab),
-                    local_first=i % 2 == 0,
-                )
-                for i in range(pairs + WARM_UP_PAIRS)
-            ][WARM_UP_PAIRS:]
-            loaded = _under_load(stub, [_prompt(rng, 64, vocab) for _ in range(16)])
+            done = []
+            for i in range(pairs + WARM_UP_PAIRS):
+                progress("sending pairs", i / (pairs + WARM_UP_PAIRS))
+                prompts = [_prompt(rng, prompt_tokens, vocab) for _ in range(2)]
+                done.append(_pair(stub, *prompts, local_first=i % 2 == 0))
+            progress("sending 16 at once", 0.0)
+            prompts = [_prompt(rng, LOAD_TOKENS, vocab) for _ in range(16)]
+            loaded = _under_load(stub, prompts)
         cluster.assert_no_blocks_in_use()
         held = sum(cluster.blocks_in_use().values())
-    return _result(done, loaded, held, prompt_tokens)
+    return _result(done[WARM_UP_PAIRS:], loaded, held, prompt_tokens)
 
 
 def _prompt(rng: random.Random, length: int, vocab: int) -> bytes:

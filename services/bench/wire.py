@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from kernels import dispatch
 from services.bench.greedy import Logits, Sequences, Tokens
 from services.bench.result import Bar, BenchResult, Figure
 from services.common.model_manifest import read_manifest
+from services.common.progress import Progress, silent
 from services.kv.convert import convert_part, whole
 from services.kv.layout import KvLayout
-from services.models.catalog import resolve
+from services.models.catalog import DEFAULT_MODEL, resolve
 from services.models.load import load_model
 from services.runtime.threads import available_cores
 
@@ -52,27 +54,43 @@ class Difference:
     free_tokens: np.ndarray[tuple[int], np.dtype[np.int64]]  # [prompts] before the first other one
 
 
-def run(model: str, setup: Setup, *, dtype: str, threads: int) -> BenchResult:
+def run(
+    model: str, setup: Setup, *, dtype: str, threads: int, progress: Progress = silent
+) -> BenchResult:
     """Measure every wire dtype that is smaller than what the model stores."""
     threads = threads or available_cores()
     torch.set_num_threads(threads)
     dispatch.set_num_threads(threads)
-    model_dir = resolve(model or "smollm2")
+    model_dir = resolve(model or DEFAULT_MODEL)
+    progress("loading the model", 0.0)
     loaded = load_model(model_dir, dtype=dtype)
     room = setup.prompt_tokens + setup.answer_tokens
     sequences = Sequences(loaded, setup.prompts, room)
     rng = np.random.default_rng(setup.seed)
+    progress("writing prompts", 0.0)
     prompts = write_prompts(sequences, setup.prompt_tokens, rng)
+    progress("answering without rounding", 0.0)
     exact = _Exact.of(sequences, prompts, setup.answer_tokens)
     layout = sequences.layout
     wires = [wire for wire in WIRES if replace(layout, kv_dtype=wire).itemsize < layout.itemsize]
-    found = {wire: compare(sequences, exact, (wire,)) for wire in wires}
+    found = {}
+    for wire in wires:
+        progress(f"answering from {wire}", 0.0)
+        found[wire] = compare(sequences, exact, (wire,))
     # The same measurement without rounding must find nothing, or it measures something else.
     control = compare(sequences, exact, ())
     result = result_of(found, control, setup)
     result.figures |= _cost(layout, wires, exact.prompt_kv)
     result.reference |= {"stored_dtype": dtype, "model": read_manifest(model_dir).name}
     return result
+
+
+def memory_bytes(model_dir: str, setup: Setup, dtype: str) -> int:
+    """What the KV takes: the pool, and the copy it goes back to."""
+    manifest = read_manifest(Path(model_dir))
+    layout = KvLayout(manifest.num_layers, manifest.num_kv_heads, manifest.head_dim, dtype)
+    room = layout.blocks_for(setup.prompt_tokens + setup.answer_tokens)
+    return 2 * setup.prompts * room * layout.block_bytes
 
 
 def write_prompts(sequences: Sequences, num_tokens: int, rng: np.random.Generator) -> Tokens:

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 
 from services.bench.cancel import REST_BAR_MS, Look, freed
-from services.bench.result import Bar, BenchResult, Figure
+from services.bench.result import Bar, BenchFailed, BenchResult, Figure
 from services.chaos.client import call
 from services.chaos.fault_schedule import (
     DELAY_S,
@@ -38,12 +38,15 @@ from services.chaos.known_load import (
 from services.chaos.rig import MODEL, SCRIPTED, Rig, RigPlan, RigWorker
 from services.chaos.scripted_model import make_scripted_model
 from services.common.model_manifest import read_manifest
+from services.common.progress import Progress, silent
 from services.models.catalog import resolve
 from services.pb import inference_pb2_grpc
 
 LEASE_S = 2.0
 STEP_MS = 50  # aimed at by every step, with decodes or without
 FREE_AFTER_S = LEASE_S + 3.0  # everything lent or open must be back this long after the last call
+MODEL_PROMPT = 400  # tokens of the longest prompt a real model is given
+PROBE_TOKENS = 400  # of the long answer that is cancelled
 SPEED = "20000:2"  # of scripted workers: prompt tokens a second, ms a step
 _SETTINGS: dict[str, dict[str, object]] = {
     "transfer": {"lease_ms": round(LEASE_S * 1000)},
@@ -73,14 +76,27 @@ class Campaign:
     faults_a_check: int = 100
     probes_a_check: int = 12
     shape: LoadShape = field(default_factory=LoadShape)
+    planes: tuple[str, ...] = ()  # of every worker; empty = the rig's mix
 
 
-def usual_campaign(seed: int, num_faults: int, model: str = "") -> Campaign:
+def usual_campaign(
+    seed: int, num_faults: int, model: str = "", planes: tuple[str, ...] = ()
+) -> Campaign:
     """Give what a command runs; a real model takes seconds to start and longer to answer."""
     if not model:
-        return Campaign(seed, num_faults, faults_a_check=min(100, max(20, num_faults // 2)))
-    shape = LoadShape((1, 16, 40, 150, 400), (1, 2, 8, 20), num_bodies=16, timeout_s=30.0)
-    return Campaign(seed, num_faults, model, clients=3, pause_s=1.5, faults_a_check=15, shape=shape)
+        a_check = min(100, max(20, num_faults // 2))
+        return Campaign(seed, num_faults, faults_a_check=a_check, planes=planes)
+    shape = LoadShape((1, 16, 40, 150, MODEL_PROMPT), (1, 2, 8, 20), num_bodies=16, timeout_s=30.0)
+    return Campaign(
+        seed,
+        num_faults,
+        model,
+        clients=3,
+        pause_s=1.5,
+        faults_a_check=15,
+        shape=shape,
+        planes=planes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +137,22 @@ class Tally:
         return self.faults.total()
 
 
-def _silent(_line: str) -> None:
-    """Tell nobody."""
-
-
-def run(campaign: Campaign, progress: Callable[[str], None] = _silent) -> BenchResult:
+def run(campaign: Campaign, progress: Progress = silent) -> BenchResult:
     """Run on the main thread: the processes die with it."""
     return asyncio.run(_run(campaign, progress))
 
 
-async def _run(campaign: Campaign, progress: Callable[[str], None]) -> BenchResult:
+async def _run(campaign: Campaign, progress: Progress) -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
         if campaign.model:
             model_dir, program = resolve(campaign.model), MODEL
         else:
             model_dir, program = make_scripted_model(Path(made) / "model"), SCRIPTED
         started = time.monotonic()
-        plan = RigPlan(model_dir, program=program, speed=SPEED, settings=_SETTINGS)
+        progress("starting 2 + 2 workers", 0.0)
+        plan = RigPlan(
+            model_dir, program=program, speed=SPEED, settings=_SETTINGS, planes=campaign.planes
+        )
         schedule = FaultSchedule(campaign.seed, plan.prefill + plan.decode)
         # Nothing passes a point before the load begins.
         async with Rig(plan, lambda worker: schedule.next_point(worker.role)) as rig:
@@ -159,7 +174,7 @@ class _Attack:
         self._rig = rig
         self._probe = probe
         self._schedule = schedule
-        self.progress: Callable[[str], None] = _silent
+        self.progress: Progress = silent
         self._rng = random.Random(f"{campaign.seed}/probes")
         self._ours: set[str] = set()  # workers we killed or froze ourselves
         self._is_arming = False
@@ -180,7 +195,7 @@ class _Attack:
             answers = await asyncio.to_thread(computed_answers, bodies, manifest)
         probe = Body()
         probe.CopyFrom(max(bodies, key=lambda body: len(body.token_ids)))
-        probe.max_tokens, probe.n = 400, 1
+        probe.max_tokens, probe.n = PROBE_TOKENS, 1
         load = KnownLoad(rig.grpc, bodies, answers, campaign.seed)
         return cls(campaign, rig, schedule, load, probe)
 
@@ -192,7 +207,7 @@ class _Attack:
             while self.tally.num_faults < self._campaign.num_faults:
                 await self._round(self._campaign.faults_a_check)
                 await self._check()
-                self.progress(self._line())
+                self.progress(self._line(), self._share)
             self.load.stop()
             await asyncio.gather(*clients)
         finally:
@@ -208,6 +223,10 @@ class _Attack:
             f"{tally.num_leaked} leaked, {findings.num_hung} hung"
         )
 
+    @property
+    def _share(self) -> float:
+        return min(1.0, self.tally.num_faults / self._campaign.num_faults)
+
     # -- faults ------------------------------------------------------------------------------
 
     async def _round(self, num_faults: int) -> None:
@@ -216,6 +235,7 @@ class _Attack:
         self.load.resume()
         while self.tally.num_faults < goal:
             await asyncio.sleep(self._schedule.pause_s(self._campaign.pause_s))
+            self.progress("injecting faults", self._share)
             fault = self._schedule.next_outer()
             self._inject(fault, self._rig.workers[fault.worker_idx])
         self._is_arming = False
@@ -413,7 +433,7 @@ async def _until_live(rig: Rig) -> None:
     end = time.monotonic() + _LIVE_TIMEOUT_S
     while await rig.num_live() < len(rig.workers):
         if time.monotonic() > end or not rig.router_is_running:
-            raise RuntimeError(f"not all workers live in {_LIVE_TIMEOUT_S} s\n{rig.tails()}")
+            raise BenchFailed(f"not all workers live in {_LIVE_TIMEOUT_S} s\n{rig.tails()}")
         await asyncio.sleep(0.05)
 
 
@@ -430,6 +450,7 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         "took_s": round(took_s, 1),
         "faults": tally.num_faults,
         **{f"faults_{kind}": count for kind, count in sorted(tally.faults.items())},
+        "planes_allowed": ",".join(campaign.planes) or "mixed",
         "planes": ",".join(sorted(tally.planes)),
         "answered": findings.num_answered,
         "cancelled_by_client": findings.num_cancelled,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import numpy as np
 
+from services.bench.result import BenchFailed
 from services.chaos.client import Heard, StreamBroken, call
 from services.chaos.scripted_model import ScriptedReference
 from services.common.model_manifest import ModelManifest
@@ -99,7 +100,7 @@ async def asked_answers(address: str, bodies: Sequence[Body], timeout_s: float) 
             patient.timeout_ms = round(timeout_s * 1000)
             heard = await call(stub, patient, timeout_s=timeout_s, mode="LOCAL")
             if heard.code:
-                raise RuntimeError(f"the reference worker answered {heard.code}")
+                raise BenchFailed(f"the reference worker answered {heard.code}")
             answers.append(heard.token_ids)
     return answers
 

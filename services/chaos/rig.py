@@ -61,6 +61,7 @@ class RigPlan:
     threads: int = 1
     speed: str = ""  # of scripted workers; empty = their default
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # section -> field
+    planes: Sequence[str] = ()  # of every worker; empty = a mix, so that pairs differ
 
 
 class RigWorker:
@@ -248,9 +249,14 @@ class Rig:
 
 
 def _names(plan: RigPlan) -> Sequence[tuple[str, str, str]]:
-    """Name, role and planes of every worker: pairs have zmq, memfd, or read in place."""
+    """Name, role and planes of every worker."""
     return [
-        (f"{role}-{index}", role, _PLANES[role][index % 2])
+        (f"{role}-{index}", role, planes_of(plan, role, index))
         for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
         for index in range(count)
     ]
+
+
+def planes_of(plan: RigPlan, role: str, index: int) -> str:
+    """Planes of one worker; in the mix pairs have zmq, memfd, or read in place."""
+    return ",".join(plan.planes) or _PLANES[role][index % len(_PLANES[role])]

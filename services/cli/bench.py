@@ -1,4 +1,8 @@
-"""`isthmus bench`: measurements with bars; one JSON object each, exit 1 when a bar is missed."""
+"""`isthmus bench`: measurements with bars; one JSON object each, exit 1 when a bar is missed.
+
+What can be known to be impossible is refused before anything starts: a model that is not there,
+requests that do not fit it, memory this machine does not have.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,24 @@ from typing import Annotated
 
 import typer
 
+from services.cli.measured_model import check_length, check_memory, prepare_model
 from services.cli.outcome import show_result
+from services.cli.progress import Progress
 
-MAX_BLOCKS = 4096  # 1.4 GiB a pool, and there are five of them
+MAX_BLOCKS = 4096  # 1.4 GiB a pool
+MAX_TIMES = 10_000  # that anything is measured; more would take days
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_THREADS = 1024  # as of a worker
+_NUMBER_DIGITS = 9
 
 app = typer.Typer(help="Measure a cluster on this machine.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="Name, directory or .gguf file.")]
 Blocks = Annotated[str, typer.Option(help="Numbers of blocks, with commas.")]
-Cases = Annotated[int, typer.Option(min=1, help="Times each case is measured.")]
-Threads = Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per core.")]
+Cases = Annotated[int, typer.Option(min=1, max=MAX_TIMES, help="Times each case is measured.")]
+Threads = Annotated[
+    int, typer.Option(min=0, max=MAX_THREADS, help="Compute threads; 0 = one per core.")
+]
 PromptSeed = Annotated[int, typer.Option(min=0, help="Seed of the prompts.")]
 BlockSeed = Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")]
 
@@ -29,14 +41,21 @@ def group() -> None:
 @app.command("smoke")
 def smoke(
     model: Model = "",
-    pairs: Annotated[int, typer.Option(min=1, help="Requests per arm.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    pairs: Annotated[int, typer.Option(min=1, max=MAX_TIMES, help="Requests per arm.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_PROMPT_TOKENS, help="Length of each prompt.")
+    ] = 512,
     seed: PromptSeed = 0,
 ) -> int:
     """Two pools beside one worker: TTFT, ITL, tokens a second, handoff."""
-    from services.bench.smoke import run
+    from services.bench.smoke import LOAD_TOKENS, MAX_TOKENS, run
 
-    return show_result(run(model, pairs=pairs, prompt_tokens=prompt_tokens, seed=seed))
+    directory = prepare_model(model, max(prompt_tokens, LOAD_TOKENS) + MAX_TOKENS)
+    progress = Progress()
+    return show_result(
+        run(directory, pairs=pairs, prompt_tokens=prompt_tokens, seed=seed, progress=progress),
+        progress,
+    )
 
 
 @app.command("engine")
@@ -50,14 +69,22 @@ def engine(
     ] = True,
 ) -> int:
     """One worker's engine in one process: decode and prefill beside what the machine can do."""
+    directory, progress = prepare_model(model), Progress()
     from services.runtime.threads import apply_threads
 
     apply_threads(os.environ, threads)  # before the next line loads torch
-    from services.bench.engine import run
+    from services.bench.engine import LONGEST, run
 
-    return show_result(
-        run(model, rounds=rounds, threads=threads, seed=seed, with_transformers=transformers)
+    check_length(directory, LONGEST)
+    result = run(
+        directory,
+        rounds=rounds,
+        threads=threads,
+        seed=seed,
+        with_transformers=transformers,
+        progress=progress,
     )
+    return show_result(result, progress)
 
 
 @app.command("handoff")
@@ -71,15 +98,17 @@ def handoff(
 ) -> int:
     """KV from process to process on every plane, beside memcpy of the same blocks."""
     numbers = _numbers(blocks, MAX_BLOCKS)
-    from services.bench.handoff import run
+    from services.bench.handoff import memory_bytes, run
 
-    result = run(numbers, rounds=rounds, seed=seed)
+    check_memory(memory_bytes(max(numbers)), "give fewer --blocks")
+    progress = Progress()
+    result = run(numbers, rounds=rounds, seed=seed, progress=progress)
     if json_:
-        typer.echo(result.to_json())
-    else:
-        for bar in result.bars:
-            verdict = "pass" if bar.is_met else "FAIL"
-            typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
+        return show_result(result, progress)
+    progress.done()
+    for bar in result.bars:
+        verdict = "pass" if bar.is_met else "FAIL"
+        typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
     return result.exit_code
 
 
@@ -91,9 +120,11 @@ def attach(
 ) -> int:
     """Handoffs read in place beside handoffs copied over memfd, and what moving later costs."""
     numbers = _numbers(blocks, MAX_BLOCKS)
-    from services.bench.attach import run
+    from services.bench.attach import memory_bytes, run
 
-    return show_result(run(numbers, rounds=rounds, seed=seed))
+    check_memory(memory_bytes(max(numbers)), "give fewer --blocks")
+    progress = Progress()
+    return show_result(run(numbers, rounds=rounds, seed=seed, progress=progress), progress)
 
 
 @app.command("second-token")
@@ -102,61 +133,77 @@ def second_token(
     prompt_tokens: Annotated[
         str, typer.Option(help="Lengths of the prompts, with commas.")
     ] = "512,1024,2048",
-    rounds: Annotated[int, typer.Option(min=1, help="Pairs of each length.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_TIMES, help="Pairs of each length.")] = 8,
     dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "bfloat16",
     seed: PromptSeed = 0,
 ) -> int:
     """What a handoff adds to the second token: pairs of two pools and one worker, and stages."""
     _check_dtype(dtype)
-    lengths = _numbers(prompt_tokens)
-    from services.bench.second_token import run
+    lengths = _numbers(prompt_tokens, MAX_PROMPT_TOKENS)
+    from services.bench.second_token import MAX_TOKENS, run
 
-    return show_result(run(model, lengths, rounds=rounds, dtype=dtype, seed=seed))
+    directory, progress = prepare_model(model, max(lengths) + MAX_TOKENS), Progress()
+    result = run(directory, lengths, rounds=rounds, dtype=dtype, seed=seed, progress=progress)
+    return show_result(result, progress)
 
 
 @app.command("wire")
 def wire(
     model: Model = "",
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts, side by side.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 64,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=16, max=MAX_PROMPT_TOKENS, help="Length of each prompt.")
+    ] = 256,
+    answer_tokens: Annotated[
+        int, typer.Option(min=2, max=MAX_PROMPT_TOKENS, help="Length of each answer.")
+    ] = 64,
     dtype: Annotated[str, typer.Option(help="Stored KV: float32 or bfloat16.")] = "float32",
     threads: Threads = 0,
     seed: PromptSeed = 0,
 ) -> int:
     """Error of each wire dtype on a real model: KL of the logits, agreement of greedy tokens."""
     _check_dtype(dtype)
+    directory, progress = prepare_model(model, prompt_tokens + answer_tokens), Progress()
     from services.runtime.threads import apply_threads
 
     apply_threads(os.environ, threads)  # before the next line loads torch
-    from services.bench.wire import Setup, run
+    from services.bench.wire import Setup, memory_bytes, run
 
     setup = Setup(prompts, prompt_tokens, answer_tokens, seed)
-    return show_result(run(model, setup, dtype=dtype, threads=threads))
+    check_memory(memory_bytes(directory, setup, dtype), "ask for fewer or shorter prompts")
+    result = run(directory, setup, dtype=dtype, threads=threads, progress=progress)
+    return show_result(result, progress)
 
 
 @app.command("cancel")
 def cancel(
     model: Model = "",
-    cancels: Annotated[int, typer.Option(min=2, help="Requests cancelled one by one.")] = 40,
-    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of each prompt.")] = 1024,
+    cancels: Annotated[
+        int, typer.Option(min=2, max=MAX_TIMES, help="Requests cancelled one by one.")
+    ] = 40,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=64, max=MAX_PROMPT_TOKENS, help="Length of each prompt.")
+    ] = 1024,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and moments.")] = 0,
 ) -> int:
     """From a cancel to free blocks on both sides, read over the wire; also with messages lost."""
-    from services.bench.cancel import run
+    from services.bench.cancel import ANSWER_TOKENS, run
 
-    return show_result(run(model, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed))
+    directory, progress = prepare_model(model, prompt_tokens + ANSWER_TOKENS), Progress()
+    result = run(
+        directory, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed, progress=progress
+    )
+    return show_result(result, progress)
 
 
-def _numbers(text: str, most: int | None = None) -> list[int]:
+def _numbers(text: str, most: int) -> list[int]:
     """Read numbers from 1 to `most`, with commas between them."""
     parts = [part.strip() for part in text.split(",")]
-    numbers = [int(part) for part in parts if part.isdigit()]
-    is_bounded = all(number > 0 and (most is None or number <= most) for number in numbers)
-    if len(numbers) != len(parts) or not is_bounded:
-        bound = "" if most is None else f" to {most}"
-        raise typer.BadParameter(f"numbers from 1{bound}, with commas")
-    return numbers
+    if all(part.isdecimal() and len(part) <= _NUMBER_DIGITS for part in parts):
+        numbers = [int(part) for part in parts]
+        if all(0 < number <= most for number in numbers):
+            return numbers
+    raise typer.BadParameter(f"{text!r}: numbers from 1 to {most}, with commas")
 
 
 def _check_dtype(dtype: str) -> None:

@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli import settings
+from services.cli.measured_model import prepare_model
 from services.cli.outcome import show_result
+from services.cli.progress import Progress
 
 if TYPE_CHECKING:
     from services.bench.result import BenchResult
     from services.chaos.transfers import Campaign
 
 app = typer.Typer(help="Break a cluster on purpose and look for damage.", no_args_is_help=True)
+
+MAX_FAULTS = 1_000_000
+MAX_TRANSFERS = 100_000_000
+MAX_JOBS = 1_024
 
 Seed = Annotated[int, typer.Option(min=0, help="Same seed, same run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON object and nothing else.")]
@@ -29,22 +36,33 @@ def handoff(
         int,
         typer.Option(min=0, help="Same seed, same plan of faults; what they meet is up to timing."),
     ] = 0,
-    faults: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 100,
+    faults: Annotated[int, typer.Option(min=1, max=MAX_FAULTS, help="Faults to inject.")] = 100,
     model: Annotated[
         str, typer.Option(help="Name, directory or .gguf file; default: scripted workers.")
+    ] = "",
+    planes: Annotated[
+        str,
+        typer.Option(
+            help="Planes of every worker, with commas; default: transfer.planes where it is set,"
+            " else a mix, so that every kind of pair occurs."
+        ),
     ] = "",
     json: Json = False,
 ) -> int:
     """Kill, freeze and cut off the workers of a real cluster in the middle of handoffs."""
-    from services.chaos.handoff import run, usual_campaign
+    allowed = _planes(planes)
+    from services.chaos.handoff import MODEL_PROMPT, PROBE_TOKENS, run, usual_campaign
 
-    result = run(usual_campaign(seed, faults, model), lambda line: _tell(line, json))
-    return show_result(result)
+    directory = prepare_model(model, MODEL_PROMPT + PROBE_TOKENS) if model else ""
+    progress = Progress()
+    campaign = usual_campaign(seed, faults, directory, allowed)
+    result = run(campaign, lambda line, share: _show(progress, line, share, json))
+    return show_result(result, progress)
 
 
 @app.command("transfers")
 def transfers(
-    num: Annotated[int, typer.Option(min=1, help="Transfers to play.")] = 10_000,
+    num: Annotated[int, typer.Option(min=1, max=MAX_TRANSFERS, help="Transfers to play.")] = 10_000,
     seed: Seed = 0,
     log: Annotated[
         bool,
@@ -52,7 +70,7 @@ def transfers(
             help="Play the first run alone (100 transfers at most) and write every event."
         ),
     ] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 = one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, max=MAX_JOBS, help="Processes; 0 = one a core.")] = 0,
     json: Json = False,
 ) -> int:
     """Play transfers in a simulated network and look for broken promises."""
@@ -66,10 +84,16 @@ def transfers(
         return 0 if report.violation is None else 1
     from services.runtime.threads import available_cores
 
-    campaign = run_campaign(num, seed, jobs=jobs or available_cores())
+    progress = Progress()
+
+    def show(num_done: int) -> None:
+        _show(progress, "playing transfers", num_done / num, json)
+
+    campaign = run_campaign(num, seed, show, jobs=jobs or available_cores())
+    progress.done()
     for failed in campaign.failures:
         _tell(f"seed {failed.seed}: {failed.violation}\n  {failed.replay}", json)
-    return show_result(_transfers_result(seed, campaign))
+    return show_result(_transfers_result(seed, campaign), progress)
 
 
 def _transfers_result(seed: int, campaign: Campaign) -> BenchResult:
@@ -87,6 +111,18 @@ def _transfers_result(seed: int, campaign: Campaign) -> BenchResult:
     }
     result.bars = [Bar("failed_runs", len(campaign.failures), 0, "==")]
     return result
+
+
+def _planes(given: str) -> tuple[str, ...]:
+    """Planes of the flag, else of the configuration; empty where neither says any."""
+    config = settings.load(None, {"transfer.planes": given.split(",") if given else None})
+    is_set = "planes" in config.transfer.model_fields_set
+    return tuple(config.transfer.planes) if is_set else ()
+
+
+def _show(progress: Progress, step: str, share: float, is_quiet: bool) -> None:
+    if not is_quiet:
+        progress(step, share)
 
 
 def _tell(line: str, is_quiet: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from services.cli import exits
 from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
+from services.common.wording import counted
 
 if TYPE_CHECKING:
     import grpc
@@ -144,7 +145,7 @@ def _where(timing: common_pb2.Timing) -> str:
         text += f" · decode on {timing.decode_worker}"
     if timing.handoff_blocks or timing.handoff_bytes:
         text += (
-            f" · handoff {timing.handoff_blocks} blocks, "
+            f" · handoff {counted(timing.handoff_blocks, 'block')}, "
             f"{timing.handoff_bytes / 2**20:.1f} MiB over {plane}"
             + (
                 f", {timing.handoff_us / 1e3:.1f} ms of it after the first token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Annotated
@@ -103,18 +104,35 @@ def _explain(error: Exception) -> int | None:
     shown = _usage_error(error)
     if shown is not None:
         return shown
+    from services.bench.result import BenchFailed
     from services.common.errors import ConfigError, ModelFileError, StoreUnavailable
 
     kinds: tuple[tuple[type[Exception], str, int], ...] = (
         (ConfigError, "configuration", exits.USAGE),
         (ModelFileError, "model", exits.MODEL),
         (StoreUnavailable, "store", exits.STORE),
+        (BenchFailed, "nothing measured", exits.FAILED),
     )
     for kind, word, status_code in kinds:
         if isinstance(error, kind):
             typer.echo(f"isthmus: {word}: {error}", err=True)
             return status_code
-    return None
+    return _rpc_error(error)
+
+
+def _rpc_error(error: Exception) -> int | None:
+    """A call that a measurement made and a process of the cluster refused."""
+    if "grpc" not in sys.modules:
+        return None
+    import grpc
+
+    from services.cli.client import explain_rpc_error
+
+    if not isinstance(error, grpc.RpcError):
+        return None
+    why = explain_rpc_error(error, timeout_s=math.inf, waited_s=0.0)
+    typer.echo(f"isthmus: the cluster refused: {why}", err=True)
+    return exits.FAILED
 
 
 def _usage_error(error: Exception) -> int | None:

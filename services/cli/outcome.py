@@ -8,9 +8,11 @@ import typer
 
 if TYPE_CHECKING:
     from services.bench.result import BenchResult
+    from services.cli.progress import Progress
 
 
-def show_result(result: BenchResult) -> int:
+def show_result(result: BenchResult, progress: Progress) -> int:
     """Print the JSON object; return the exit code."""
+    progress.done()
     typer.echo(result.to_json())
     return result.exit_code

