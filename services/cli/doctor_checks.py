@@ -20,6 +20,7 @@ from services.runtime.threads import available_cores
 _MIN_PYTHON = (3, 11)
 _MIN_DISK_BYTES = 2 << 30
 _MIN_MEMORY_BYTES = 3 << 30
+_GOOD_OPEN_FILES = 8_192  # as many requests as a router takes by default, and more
 _COMPILERS = ("cc", "gcc", "clang")
 _RUN_TIMEOUT_S = 10.0
 
@@ -190,6 +191,24 @@ def check_runtime_dir() -> Finding:
         return Finding("runtime directory", "ok", str(base))
 
 
+def check_open_files() -> Finding:
+    """How many files and sockets a process may open."""
+    from services.runtime.open_files import ADVICE, FLOOR, limits, reachable
+
+    soft, hard = limits()
+    limit = reachable(soft, hard)
+    found = f"{soft} may be open, every process raises that to {limit}"
+    if limit == soft:
+        found = f"{soft} may be open"
+    if limit < FLOOR:
+        advice = f"Routers and workers need {FLOOR}: {ADVICE}."
+        return Finding("open files", "missing", found, advice)
+    if limit < _GOOD_OPEN_FILES:
+        advice = f"With thousands of clients {ADVICE}."
+        return Finding("open files", "note", found, advice)
+    return Finding("open files", "ok", found)
+
+
 def check_ports() -> Finding:
     """The default ports of the front doors."""
     from services.common.config import IsthmusConfig
@@ -247,6 +266,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     check_shared_memory,
     check_disk,
     check_runtime_dir,
+    check_open_files,
     check_ports,
     check_gpu,
 )

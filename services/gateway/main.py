@@ -25,6 +25,7 @@ from services.router.admin_servicer import AdminServicer
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
 from services.router.hooks import MetricsHooks
+from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
@@ -43,6 +44,7 @@ def run_router(config: IsthmusConfig, model_dir: Path) -> int:
 
     Raises ConfigError for a configuration no router can run with.
     """
+    ensure_open_files()
     if config.auth.keys_file:
         check_keys_file(Path(config.auth.keys_file))
     process = _RouterProcess(config, model_dir, SystemClock())

@@ -36,6 +36,7 @@ from services.registry.base import WorkerInfo
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.schema import namespace_of
 from services.runtime.fault_points import FaultPoints
+from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
 from services.telemetry.logs import get_logger
@@ -96,6 +97,7 @@ class Parts:
 
 def run_worker(config: IsthmusConfig, load_backend: LoadBackend) -> int:
     """Run until a signal; return the exit status. Configuration errors raise ConfigError."""
+    ensure_open_files()
     worker = _Worker(config, load_backend, SystemClock())
     try:
         return run_service(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -115,3 +116,18 @@ def test_missing_model_ends_with_3(tmp_path: Path) -> None:
     with isthmus(log, "router", "--model", missing) as process:
         assert process.wait(60) == 3
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("role", ["router", "worker"])
+def test_too_few_open_files_end_with_2_before_the_model_is_loaded(
+    tmp_path: Path, toy: Path, role: str
+) -> None:
+    """libzmq ends a process that runs out of descriptors: SIGABRT under load."""
+    command = [sys.executable, "-m", "services.cli.main", role, "--model", str(toy)]
+    limited = f"ulimit -n 100; exec {shlex.join(command)}"
+    done = subprocess.run(
+        ["sh", "-c", limited], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "open files: this process may have 100 at most and needs 256" in done.stderr
+    assert "loaded" not in done.stdout + done.stderr
