@@ -11,11 +11,17 @@ from services.cli import exits
 from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
 
 if TYPE_CHECKING:
+    import grpc
     from rich.table import Table
 
     from services.pb import admin_pb2, worker_pb2
 
+    Answer = worker_pb2.StatusResponse | str  # its counters, or FROZEN or UNREACHABLE
+
+FROZEN = "frozen: does not answer"
+UNREACHABLE = "unreachable; being restarted?"
 _RPC_TIMEOUT_S = 3.0
+_WORKERS_TIMEOUT_S = 2.0  # for all workers together: they are asked at once
 _PIPE_COLUMNS = 160
 
 
@@ -44,7 +50,7 @@ def status(
             why = explain_rpc_error(error, _RPC_TIMEOUT_S, clock.now() - started)
             typer.echo(f"isthmus: {why}", err=True)
             return exits.FAILED
-    own = {view.worker_id: _ask_worker(view.address) for view in cluster.workers}
+    own = ask_workers({view.worker_id: view.address for view in cluster.workers})
     if as_json:
         typer.echo(json.dumps(to_json(cluster, own), indent=2))
     else:
@@ -52,24 +58,40 @@ def status(
     return exits.OK if cluster.workers else exits.FAILED
 
 
-def _ask_worker(address: str) -> worker_pb2.StatusResponse | None:
-    """A worker's own counters; None when it does not answer in time."""
+def ask_workers(
+    addresses: dict[str, str], timeout_s: float = _WORKERS_TIMEOUT_S
+) -> dict[str, Answer]:
+    """Ask all workers at once for their own counters; why there are none where there are none."""
+    from contextlib import ExitStack
+
     import grpc
 
     from services.pb import worker_pb2, worker_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
-        try:
+    with ExitStack() as stack:
+        calls = {}
+        for worker_id, address in addresses.items():
+            channel = stack.enter_context(grpc.insecure_channel(address))
             stub = worker_pb2_grpc.WorkerStub(channel)
-            return stub.Status(worker_pb2.StatusRequest(), timeout=_RPC_TIMEOUT_S)
-        except grpc.RpcError:
-            return None
+            calls[worker_id] = stub.Status.future(worker_pb2.StatusRequest(), timeout=timeout_s)
+        return {worker_id: _answer_of(call) for worker_id, call in calls.items()}
+
+
+def _answer_of(call: grpc.Future[worker_pb2.StatusResponse]) -> Answer:
+    """Wait for one of the calls; their deadline is the same moment."""
+    import grpc
+
+    try:
+        return call.result()
+    except grpc.RpcError as error:
+        # A process that stands still has its port open, one that is gone has not.
+        code = error.code() if isinstance(error, grpc.Call) else None
+        is_silent = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        return FROZEN if is_silent else UNREACHABLE
 
 
 # Any: the result is JSON.
-def to_json(
-    cluster: admin_pb2.ClusterStatusResponse, own: dict[str, worker_pb2.StatusResponse | None]
-) -> dict[str, Any]:
+def to_json(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) -> dict[str, Any]:
     """One object for scripts."""
     from google.protobuf.json_format import MessageToDict
 
@@ -78,10 +100,11 @@ def to_json(
         entry = MessageToDict(
             view, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        answer = own.get(view.worker_id)
+        answer = own[view.worker_id]
+        entry["worker_error"] = answer if isinstance(answer, str) else None
         entry["worker"] = (
             None
-            if answer is None
+            if isinstance(answer, str)
             else MessageToDict(
                 answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
             )
@@ -97,9 +120,7 @@ def to_json(
     }
 
 
-def _print_cluster(
-    cluster: admin_pb2.ClusterStatusResponse, own: dict[str, worker_pb2.StatusResponse | None]
-) -> None:
+def _print_cluster(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) -> None:
     import sys
 
     from rich.console import Console
@@ -116,13 +137,11 @@ def _print_cluster(
         return
     console.print(worker_table(cluster, own))
     for view in cluster.workers:
-        line = about_worker(view, own.get(view.worker_id))
+        line = about_worker(view, own[view.worker_id])
         console.print(line, highlight=False, markup=False)
 
 
-def worker_table(
-    cluster: admin_pb2.ClusterStatusResponse, own: dict[str, worker_pb2.StatusResponse | None]
-) -> Table:
+def worker_table(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) -> Table:
     """One row a worker; it fits a terminal of 80 columns."""
     from rich.table import Table
 
@@ -134,20 +153,20 @@ def worker_table(
     for column in ("reqs", "KV blocks", "cached"):
         table.add_column(column, justify="right")
     for view in cluster.workers:
-        answer = own.get(view.worker_id)
+        answer = own[view.worker_id]
         figures = ("", "", "")
-        if answer is not None:
+        if not isinstance(answer, str):
             used = f"{answer.blocks_in_use}/{answer.blocks_total}"
             figures = (str(answer.requests_open), used, str(answer.blocks_cached))
         table.add_row(view.worker_id, view.role, view.state, view.address, *figures)
     return table
 
 
-def about_worker(view: admin_pb2.WorkerView, own: worker_pb2.StatusResponse | None) -> str:
+def about_worker(view: admin_pb2.WorkerView, own: Answer) -> str:
     """What has no room in a table: why it is not used, its kernels, the planes to its peers."""
     parts = [view.reason] if view.reason else []
-    if own is None:
-        parts.append("not reachable; being restarted?")
+    if isinstance(own, str):
+        parts.append(own)
     else:
         parts.append(f"kernels: {own.kernel_path}")
         planes = ", ".join(f"{peer} {plane}" for peer, plane in sorted(own.planes.items()))

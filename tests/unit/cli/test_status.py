@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from services.cli.status import about_worker, worker_table
+from services.cli.status import FROZEN, UNREACHABLE, about_worker, worker_table
 from services.pb import admin_pb2, worker_pb2
 
 PREFILL = admin_pb2.WorkerView(
@@ -29,7 +29,7 @@ ANSWER = worker_pb2.StatusResponse(
 def test_names_and_addresses_are_whole_in_80_columns() -> None:
     out = StringIO()
     cluster = admin_pb2.ClusterStatusResponse(workers=[PREFILL, DECODE])
-    table = worker_table(cluster, {"prefill-0-0a1b2c": ANSWER, "decode-0-0a1b2c": None})
+    table = worker_table(cluster, {"prefill-0-0a1b2c": ANSWER, "decode-0-0a1b2c": FROZEN})
     Console(file=out, width=80).print(table)
 
     head, prefill, decode = out.getvalue().splitlines()
@@ -45,6 +45,9 @@ def test_line_of_a_worker_has_its_kernels_and_planes_or_that_it_is_silent() -> N
     assert about_worker(PREFILL, ANSWER) == (
         "prefill-0-0a1b2c: kernels: cpp · planes: decode-0 memfd, decode-1 zmq"
     )
-    assert about_worker(DECODE, None) == (
-        "decode-0-0a1b2c: other weights · not reachable; being restarted?"
+    assert about_worker(DECODE, FROZEN) == (
+        "decode-0-0a1b2c: other weights · frozen: does not answer"
+    )
+    assert about_worker(DECODE, UNREACHABLE) == (
+        "decode-0-0a1b2c: other weights · unreachable; being restarted?"
     )
