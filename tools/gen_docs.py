@@ -11,11 +11,11 @@ import typer.main
 
 from services.cli.config_command import config_markdown
 from services.cli.main import app
+from services.common.access import GRPC_POLICY, HTTP_POLICY, Access
 from services.common.config import IsthmusConfig
 from services.common.config_source import iter_fields
 from services.common.errors import ERROR_TABLE, RequestError
 from services.gateway import openai_params, wire_names
-from services.gateway.auth import GRPC_POLICY, HTTP_POLICY, Access
 from services.gateway.openai_output import DONE_EVENT, AnswerFacts, StreamWriter
 from services.telemetry.catalog import Histogram, all_metrics, all_spans
 
@@ -43,8 +43,8 @@ def metrics_page() -> str:
         NOTE,
         "Metrics are served in Prometheus text form at `/metrics`: of a router's HTTP port, and of",
         "a worker's `worker.metrics_port` if that is set. With `auth.keys_file` a router's page",
-        "needs a key: in Prometheus `authorization: {credentials_file: FILE}` of the scrape job. A",
-        "worker's page asks for none.",
+        "needs a key with the scope `monitor`, in Prometheus `authorization: {credentials_file:",
+        "FILE}` of the scrape job. A worker's page asks for none.",
         "",
         "| metric | type | unit | labels | meaning |",
         "|---|---|---|---|---|",
@@ -128,15 +128,16 @@ def http_page() -> str:
                 "Errors and their statuses are in [errors.md](errors.md), bounds in "
                 "[config.md](config.md#limits).\nExamples are in the [README](../README.md).",
                 "## HTTP routes",
-                "Keys are asked for when `auth.keys_file` is set; a route that is not listed asks "
-                "for one too.",
+                "Keys are asked for when `auth.keys_file` or `auth.jwks_file` is set; a route that "
+                "is not listed asks\nfor one too. Scopes and certificates: "
+                "[access](operations/access.md).",
                 _table(
-                    ("route", "method", "key", "answer"),
+                    ("route", "method", "asks for", "answer"),
                     [
                         (
                             f"`{_shown(r.path)}`",
                             _methods(r.method),
-                            _key(HTTP_POLICY[r.path]),
+                            _asked(HTTP_POLICY[r.path]),
                             r.meaning,
                         )
                         for r in wire_names.ROUTES
@@ -153,8 +154,8 @@ def http_page() -> str:
                 "`authorization` or `x-api-key`,\n`x-isthmus-force-mode`, `traceparent` and "
                 "`x-request-id`, as in HTTP; the rest are fields of the request.",
                 _table(
-                    ("RPC", "key"),
-                    [(f"`{name}`", _key(access)) for name, access in GRPC_POLICY.items()],
+                    ("RPC", "asks for"),
+                    [(f"`{name}`", _asked(access)) for name, access in GRPC_POLICY.items()],
                 ),
                 "Metadata before the first frame:",
                 _names(wire_names.GRPC_INITIAL),
@@ -241,8 +242,17 @@ def _methods(method: str) -> str:
     return "GET, HEAD" if method == "GET" else method
 
 
-def _key(access: Access) -> str:
-    return "no" if access is Access.OPEN else "yes"
+_ASKED = {
+    Access.OPEN: "none",
+    Access.KEY: "any key",
+    Access.PEER: "any certificate",
+    Access.ROUTER: "a router's certificate",
+}
+
+
+def _asked(access: Access) -> str:
+    """What a route or an RPC asks of its caller, in words."""
+    return _ASKED.get(access, f"scope `{access.value}`")
 
 
 def _code(names: Iterable[str]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from services.cli import exits, settings
 from services.cli.router_options import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from services.common.access import Scope
 
 app = typer.Typer(help="Make, list and revoke API keys; rotate keys.", no_args_is_help=True)
 cluster = typer.Typer(
@@ -28,16 +31,36 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="Configuration
 def new(
     tenant: Annotated[str, typer.Option(help="Who the key belongs to.")] = "default",
     label: Annotated[str, typer.Option(help="What it is for.")] = "",
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What it may do, may be repeated: inference (the default), monitor (metrics, "
+            "`isthmus status`), admin."
+        ),
+    ] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0, help="Days until it is of no use; default: never.")
+    ] = None,
     file: KeysFile = None,
     config: ConfigFile = None,
 ) -> int:
     """Make a key and print it; the file keeps its digest only, so it is shown this once."""
     from services.common.clock import SystemClock
     from services.gateway.keys import create_key
+    from services.gateway.namespaces import make_secret
 
-    key, record = create_key(_path(file, config), tenant, label, SystemClock().unix_ms())
+    path, now = _path(file, config), SystemClock().unix_ms()
+    expires = None if expires_days is None else now + round(expires_days * 86_400_000)
+    # Names are checked with the rest of the record.
+    scopes = cast("tuple[Scope, ...]", tuple(scope or ("inference",)))
+    key, record = create_key(path, tenant, label, now, scopes, expires)
     typer.echo(key)
-    typer.echo(f"id {record.key_id}, tenant {record.tenant}", err=True)
+    typer.echo(
+        f"id {record.key_id}, tenant {record.tenant}, may {', '.join(record.scopes)}", err=True
+    )
+    secret = _secret_path(file, path, config)
+    if make_secret(secret):
+        typer.echo(f"made {secret}: every router needs the same one", err=True)
     typer.echo(
         f"isthmus chat and status read it from {KEY_VARIABLE}; other clients send "
         "authorization: Bearer <key>",
@@ -53,7 +76,31 @@ def list_all(file: KeysFile = None, config: ConfigFile = None) -> int:
 
     for record in list_keys(_path(file, config)):
         created = datetime.fromtimestamp(record.created_unix_ms / 1e3, UTC)
-        typer.echo(f"{record.key_id}  {record.tenant:<20} {created:%Y-%m-%d %H:%M}  {record.label}")
+        typer.echo(
+            f"{record.key_id}  {record.tenant:<20} {created:%Y-%m-%d %H:%M}  "
+            f"{_until(record.expires_unix_ms):<16}  {','.join(record.scopes):<24} {record.label}"
+        )
+    return exits.OK
+
+
+def _until(expires_unix_ms: int | None) -> str:
+    if expires_unix_ms is None:
+        return "for ever"
+    return f"{datetime.fromtimestamp(expires_unix_ms / 1e3, UTC):%Y-%m-%d %H:%M}"
+
+
+@app.command("tenant-secret")
+def tenant_secret(
+    file: Annotated[
+        Path, typer.Option("--file", help="Where to make it: auth.tenant_secret_file.")
+    ],
+) -> int:
+    """Make the secret that keeps tenants' prefix caches apart; never over a file that is there."""
+    from services.common.errors import ConfigError
+    from services.gateway.namespaces import make_secret
+
+    if not make_secret(file):
+        raise ConfigError(f"{file} is there: a new secret would void what all caches hold")
     return exits.OK
 
 
@@ -141,6 +188,13 @@ def _ring_path(file: Path | None, config: Path | None) -> Path:
     if not configured:
         raise ConfigError("no key ring: give --file or set transfer.curve_key_file")
     return Path(configured)
+
+
+def _secret_path(file: Path | None, keys: Path, config: Path | None) -> Path:
+    from services.gateway.namespaces import secret_path
+
+    configured = settings.load(config, {}).auth.tenant_secret_file if file is None else ""
+    return secret_path(configured, str(keys))
 
 
 def _path(file: Path | None, config: Path | None) -> Path:

@@ -45,11 +45,10 @@ def load_serving(path: Path | None, overrides: Mapping[str, object]) -> IsthmusC
 
 def check_files(config: IsthmusConfig) -> None:
     """Look at the files settings name; raises ConfigError."""
-    from services.gateway.keys import check_keys_file
+    from services.gateway.access_setup import check_access_files
     from services.transfer.key_ring import check_key_file
 
-    if config.auth.keys_file:
-        check_keys_file(Path(config.auth.keys_file))
+    check_access_files(config.auth)
     if config.transfer.curve_key_file:
         check_key_file(Path(config.transfer.curve_key_file))
 

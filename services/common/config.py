@@ -179,12 +179,40 @@ class LeaseSettings(Section):
     heartbeat_ms: int = setting(500, "time between renewals of the lease", unit="ms", ge=10)
 
 
+JwtAlgorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]
+
+
 class AuthSettings(Section):
     """Who may call the front doors."""
 
     keys_file: str = setting(
-        "", "file of API keys (hashed), made by `isthmus key new`; empty = no keys", public=True
+        "",
+        "API keys (hashed), made by `isthmus key new`: a file, or a directory of *.json such as a "
+        "mounted Secret; empty = no keys",
+        public=True,
     )
+    tenant_secret_file: str = setting(
+        "",
+        "secret that keeps tenants' prefix caches apart, the same for all routers; empty = "
+        "`tenant.secret` beside the keys",
+        public=True,
+    )
+    shared_prefix_tenants: tuple[str, ...] = setting(
+        (),
+        "tenants that share cached prefixes with one another; all others share none",
+        public=True,
+    )
+    jwks_file: str = setting(
+        "", "public keys (RFC 7517) of the JWTs that are taken; empty = no JWTs", public=True
+    )
+    jwt_issuer: str = setting("", "`iss` a JWT must have", public=True)
+    jwt_audience: str = setting("", "`aud` a JWT must have", public=True)
+    jwt_algorithms: tuple[JwtAlgorithm, ...] = setting(
+        ("RS256", "ES256"), "signatures a JWT may have", min_length=1
+    )
+    jwt_tenant_claim: str = setting("tenant", "claim of a JWT that names the tenant", public=True)
     allow_unauthenticated: bool = setting(
         False, "serve addresses other than loopback without API keys"
     )
@@ -225,7 +253,10 @@ class IsthmusConfig(Section):
     def _check_front_doors(self) -> Self:
         """A front door on the network is open or unencrypted only in so many words."""
         exposed = [h for h in (self.router.grpc_host, self.router.http_host) if not is_loopback(h)]
-        if exposed and not (self.auth.keys_file or self.auth.allow_unauthenticated):
+        auth = self.auth
+        if auth.jwks_file and not (auth.jwt_issuer and auth.jwt_audience):
+            raise ValueError("auth.jwks_file needs auth.jwt_issuer and auth.jwt_audience")
+        if exposed and not (auth.keys_file or auth.jwks_file or auth.allow_unauthenticated):
             raise ValueError(
                 f"the router would serve {exposed[0]} without API keys: set auth.keys_file, "
                 "or auth.allow_unauthenticated: true"

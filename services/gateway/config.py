@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from services.common.limits import Limits
+from services.gateway.auth import AuthConfig
+from services.gateway.namespaces import Namespaces, random_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +14,8 @@ class GatewayConfig:
     """Settings of both front doors. Limits of a single request are in `limits`."""
 
     limits: Limits = field(default_factory=Limits)
-    keys_file: Path | None = None  # None = open to everyone who reaches the port
-    keys_poll_s: float = 1.0  # how soon a changed keys file counts
+    auth: AuthConfig = field(default_factory=AuthConfig)  # open to everyone who reaches the port
+    namespaces: Namespaces = field(default_factory=lambda: Namespaces(random_secret()))
     max_message_bytes: int = 16 << 20  # gRPC, both ways
     max_concurrent_streams: int = 1000  # per gRPC connection
     max_connection_age_s: float = 1800.0

@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
+from services.common.access import GRPC_POLICY, check_scopes, is_open
 from services.common.errors import IsthmusError
-from services.gateway.auth import GRPC_POLICY, Authenticator, is_open
+from services.gateway.auth import Authenticator
 from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
 from services.gateway.hooks import GatewayHooks, RequestRecord
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through if its method is open or its key is known; records the others."""
+    """Lets a call through if its method is open or its key may call it; records the others."""
 
     def __init__(self, authenticator: Authenticator, hooks: GatewayHooks) -> None:
         self._authenticator = authenticator
@@ -25,12 +26,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> AnyHandler | None:
         """Refuse before the handler is even looked up, so that names do not leak either."""
-        if not is_open(GRPC_POLICY, handler_call_details.method):
+        method = handler_call_details.method
+        if not is_open(GRPC_POLICY, method):
             headers = text_metadata(handler_call_details.invocation_metadata)
             try:
-                self._authenticator.authenticate(headers)
+                caller = self._authenticator.authenticate(headers)
+                if method in GRPC_POLICY:  # else nobody serves it
+                    check_scopes(GRPC_POLICY[method], caller.scopes)
             except IsthmusError as error:
-                self._record(handler_call_details.method, error)
+                self._record(method, error)
                 return _refusal(error)
         return await continuation(handler_call_details)
 

@@ -11,10 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from services.common.access import HTTP_POLICY, check_policy, check_scopes, is_open
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
-from services.gateway.auth import HTTP_POLICY, Authenticator, Caller, check_policy, is_open
+from services.gateway.auth import Authenticator, Caller
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import ClientGone, Responder
@@ -66,6 +67,7 @@ class _RouteApp:
         exchange: Exchange = scope[_EXCHANGE_KEY]
         exchange.route = self._route.path
         exchange.path_params = scope.get("path_params")
+        check_scopes(HTTP_POLICY[self._route.path], exchange.caller.scopes)
         await self._route.endpoint(exchange)
 
 

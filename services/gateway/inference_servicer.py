@@ -180,6 +180,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id=progress.request_id,
             received_at=progress.received_at,
             tenant=caller.tenant,
+            namespace=caller.namespace,
             traceparent=traceparent_of(metadata.get(TRACEPARENT.name, "")),
             time_left_s=_time_left(context),
         )

@@ -1,4 +1,4 @@
-"""The API keys file: only SHA-256 digests of keys, rewritten atomically, mode 0600."""
+"""API keys at rest: only SHA-256 digests of keys, in one file or in a mounted directory of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.common.access import Scope
 from services.common.errors import ConfigError
 from services.common.private_file import replace_private
 
@@ -28,6 +29,13 @@ class KeyRecord(BaseModel):
     tenant: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
     label: str = Field(default="", max_length=128, description="what the key is for")
     created_unix_ms: int = Field(ge=0)
+    expires_unix_ms: int | None = Field(default=None, ge=0, description="None = never")
+    # Files from before there were scopes hold keys that could do just this.
+    scopes: tuple[Scope, ...] = Field(default=("inference", "monitor"), min_length=1)
+
+    def is_expired(self, unix_ms: int) -> bool:
+        """Whether the key's time is over."""
+        return self.expires_unix_ms is not None and unix_ms >= self.expires_unix_ms
 
 
 class KeysFile(BaseModel):
@@ -40,7 +48,22 @@ class KeysFile(BaseModel):
 
 
 def read_keys(path: Path) -> KeysFile:
-    """Read the file; raise ConfigError if it is damaged, FileNotFoundError if it is absent."""
+    """Read a file, or every *.json of a directory (a mounted Secret).
+
+    Raises ConfigError for a damaged one, FileNotFoundError if it is absent.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    found = [_read_file(file).keys for file in sorted(path.glob("*.json"))]
+    if not found:
+        raise ConfigError("keys directory: it holds no *.json file")
+    keys = tuple(record for keys in found for record in keys)
+    if len({record.key_id for record in keys}) != len(keys):
+        raise ConfigError("keys directory: two files hold the same key_id")
+    return KeysFile(keys=keys)
+
+
+def _read_file(path: Path) -> KeysFile:
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise ConfigError(f"keys file: larger than {_MAX_FILE_BYTES} bytes")
     try:
@@ -70,7 +93,14 @@ def check_keys_file(path: Path) -> None:
         raise ConfigError(f"auth.keys_file: {path}: {error}") from None
 
 
-def create_key(path: Path, tenant: str, label: str, unix_ms: int) -> tuple[str, KeyRecord]:
+def create_key(
+    path: Path,
+    tenant: str,
+    label: str,
+    unix_ms: int,
+    scopes: tuple[Scope, ...] = ("inference",),
+    expires_unix_ms: int | None = None,
+) -> tuple[str, KeyRecord]:
     """Add a new key; give its text, which cannot be had again, and its record."""
     key_id = secrets.token_hex(6)
     key = f"{_PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
@@ -81,6 +111,8 @@ def create_key(path: Path, tenant: str, label: str, unix_ms: int) -> tuple[str, 
             tenant=tenant,
             label=label,
             created_unix_ms=unix_ms,
+            expires_unix_ms=expires_unix_ms,
+            scopes=scopes,
         )
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
@@ -124,4 +156,6 @@ def _read_or_empty(path: Path) -> KeysFile:
 
 
 def _write(path: Path, content: KeysFile) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: name the file in it that is to change")
     replace_private(path, json.dumps(content.model_dump(mode="json"), indent=2) + "\n")

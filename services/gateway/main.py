@@ -11,8 +11,8 @@ from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.model_manifest import read_manifest
+from services.gateway.access_setup import auth_config, check_access_files, namespaces
 from services.gateway.config import GatewayConfig
-from services.gateway.keys import check_keys_file
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
@@ -45,8 +45,7 @@ def run_router(config: IsthmusConfig, model_dir: Path) -> int:
     Raises ConfigError for a configuration no router can run with.
     """
     ensure_open_files()
-    if config.auth.keys_file:
-        check_keys_file(Path(config.auth.keys_file))
+    check_access_files(config.auth)
     process = _RouterProcess(config, model_dir, SystemClock())
     return run_service(
         Phases(process.start, process.drain, process.stop), drain_s=config.router.drain_s
@@ -94,7 +93,8 @@ class _RouterProcess:
             manifest,
             GatewayConfig(
                 limits=config.limits,
-                keys_file=Path(config.auth.keys_file) if config.auth.keys_file else None,
+                auth=auth_config(config),
+                namespaces=namespaces(config.auth),
                 max_concurrent_streams=settings.max_concurrent_streams,
                 max_connection_age_s=settings.max_connection_age_s,
             ),

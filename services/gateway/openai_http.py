@@ -101,6 +101,7 @@ class HttpDoor:
             request_id=exchange.request_id,
             received_at=exchange.received_at,
             tenant=exchange.caller.tenant,
+            namespace=exchange.caller.namespace,
             traceparent=traceparent_of(exchange.headers.get(TRACEPARENT.name, "")),
         )
         key = self._idempotency_key(exchange)

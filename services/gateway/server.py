@@ -12,11 +12,12 @@ import grpc
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common.access import GRPC_POLICY, check_policy
 from services.common.address import family_of, split_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.errors import ConfigError
 from services.common.model_manifest import ModelManifest
-from services.gateway.auth import GRPC_POLICY, Authenticator, check_policy
+from services.gateway.auth import Authenticator
 from services.gateway.config import GatewayConfig
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_auth import AuthInterceptor
@@ -89,7 +90,7 @@ class GatewayServer:
         self._pool = TextPool(config.text_threads, config.max_text_jobs)
         preparer = Preparer(router, text, config.limits, self._pool, clock)
         self.desk = FrontDesk(router, preparer, config, clock)
-        self.authenticator = Authenticator(config.keys_file, clock, config.keys_poll_s)
+        self.authenticator = Authenticator(config.auth, config.namespaces, clock)
         self.http = HttpDoor(self.desk, self._pool, self.authenticator, hooks)
         self._inference = InferenceServicer(self.desk, self.authenticator, hooks)
         self._health = health.aio.HealthServicer()

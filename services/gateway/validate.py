@@ -29,6 +29,7 @@ class Arrival:
     request_id: RequestId
     received_at: float  # monotonic seconds
     tenant: str = ""
+    namespace: str = ""  # the tenant's name in block hashes
     traceparent: str = ""
     time_left_s: float | None = None  # what the transport's own deadline leaves
 
@@ -90,6 +91,7 @@ def build_call(
         received_at=arrival.received_at,
         priority=spec.priority,
         tenant=arrival.tenant,
+        namespace=arrival.namespace,
         force_mode=spec.force_mode,
         traceparent=arrival.traceparent,
         slo_ttft_ms=spec.slo_ttft_ms,

@@ -26,6 +26,7 @@ class GenerateCall:
     received_at: float  # before parsing and tokenising
     priority: int = 0
     tenant: str = ""
+    namespace: str = ""  # the tenant's name in block hashes; workers learn no other
     force_mode: str | None = None  # "REMOTE" | "LOCAL" | "STAY"
     slo_ttft_ms: int = 0  # what the client calls good; 0 = it did not say
     slo_tpot_ms: int = 0

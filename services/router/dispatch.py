@@ -161,7 +161,7 @@ class Router:
             )
         if call.deadline <= self._clock.now():
             raise RequestError("deadline_exceeded", "the deadline passed before the work began")
-        scope = HashScope(self._manifest.weights_digest, "", call.tenant)
+        scope = HashScope(self._manifest.weights_digest, "", call.namespace)
         hashes = chain_hashes(scope, call.token_ids)
         facts = RequestFacts(
             request_id=call.request_id,

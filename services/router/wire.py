@@ -64,7 +64,7 @@ def build_work(
         n=call.sampling.n,
         deadline_ms=head.deadline_ms,
         priority=call.priority,
-        tenant=call.tenant,
+        tenant=call.namespace,
         traceparent=call.traceparent,
     )
     if head.kind == PREFILL:

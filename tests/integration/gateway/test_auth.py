@@ -10,8 +10,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
+from services.common.access import GRPC_POLICY, HTTP_POLICY, SCOPES, Access, Scope
+from services.common.clock import SystemClock
 from services.common.errors import ConfigError
-from services.gateway.auth import GRPC_POLICY, HTTP_POLICY, Access
+from services.gateway.auth import AuthConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.keys import create_key, revoke_key
 from services.gateway.server import GatewayServer, GrpcService
@@ -26,6 +28,7 @@ OPEN_HTTP = {"/health", "/ready"}
 OPEN_GRPC = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+WORKER = "/isthmus.v1.Worker/"
 WRONG = "isk-0123456789ab-" + "x" * 43
 
 
@@ -40,7 +43,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 def locked(keys_file: Path) -> GatewayConfig:
-    return GatewayConfig(keys_file=keys_file, keys_poll_s=0.0, health_poll_s=0.02)
+    return GatewayConfig(auth=AuthConfig(keys_file, poll_s=0.0), health_poll_s=0.02)
 
 
 def admin_service() -> GrpcService:
@@ -76,7 +79,7 @@ async def test_every_route_but_health_and_ready_needs_a_key(
     text_model: TextModel, keys_file: Path
 ) -> None:
     """RB-120: enumerated from the application itself."""
-    key, _ = create_key(keys_file, "acme", "", 0)
+    key, _ = create_key(keys_file, "acme", "", 0, SCOPES)
     async with open_doors(text_model, locked(keys_file)) as doors:
         routes = doors.server.http.app.routes
         assert {route.path for route in routes} == HTTP_POLICY.keys()
@@ -159,13 +162,14 @@ async def reflected_methods(doors: Doors, key: str) -> set[str]:
 
 async def test_every_rpc_but_health_needs_a_key(text_model: TextModel, keys_file: Path) -> None:
     """RB-120: enumerated by reflection; Admin included as the router process has it."""
-    key, _ = create_key(keys_file, "acme", "", 0)
+    key, _ = create_key(keys_file, "acme", "", 0, SCOPES)
     config = locked(keys_file)
     async with open_doors(text_model, config, extra_services=(admin_service(),)) as doors:
         methods = await reflected_methods(doors, key)
         # Health's file of a newer grpc may describe more methods than the servicer has.
         assert set(doors.server.grpc_methods) <= methods | OPEN_GRPC
-        assert set(doors.server.grpc_methods) == set(GRPC_POLICY)
+        of_doors = {name for name in GRPC_POLICY if not name.startswith(WORKER)}
+        assert set(doors.server.grpc_methods) == of_doors
         for method in methods:
             refused = await status_of(doors, method, None)
             wrong = await status_of(doors, method, WRONG)
@@ -175,9 +179,49 @@ async def test_every_rpc_but_health_needs_a_key(text_model: TextModel, keys_file
             else:
                 assert (refused, wrong) == (grpc.StatusCode.UNAUTHENTICATED,) * 2, method
                 assert right is not grpc.StatusCode.UNAUTHENTICATED, method
-        for method in ("/isthmus.v1.Inference/generate", "/isthmus.v1.Worker/Link", "/x/y"):
+        for method in ("/isthmus.v1.Inference/generate", "/x/y"):
             assert await status_of(doors, method, None) is grpc.StatusCode.UNAUTHENTICATED
             assert await status_of(doors, method, key) is grpc.StatusCode.UNIMPLEMENTED
+        for method in (name for name in GRPC_POLICY if name.startswith(WORKER)):
+            assert await status_of(doors, method, None) is grpc.StatusCode.UNAUTHENTICATED
+            assert await status_of(doors, method, key) is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_a_key_may_do_what_its_scope_names_and_no_more(
+    text_model: TextModel, keys_file: Path, scope: Scope
+) -> None:
+    key, _ = create_key(keys_file, "acme", "", 0, (scope,))
+    allowed = {Access.OPEN, Access.KEY, Access(scope)}
+    async with open_doors(
+        text_model, locked(keys_file), extra_services=(admin_service(),)
+    ) as doors:
+        for route in doors.server.http.app.routes:
+            path = route.path.replace("{model_id:path}", "toy-llama")
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await doors.http.request(route.method, path, headers=headers)
+            may = HTTP_POLICY[route.path] in allowed
+            assert (answer.status_code == 403) is not may, path
+            if not may:
+                assert answer.json()["error"]["code"] == "permission_denied"
+                assert HTTP_POLICY[route.path].value in answer.json()["error"]["message"]
+        for method in doors.server.grpc_methods:
+            refused = await status_of(doors, method, key) is grpc.StatusCode.PERMISSION_DENIED
+            assert refused is (GRPC_POLICY[method] not in allowed), method
+
+
+async def test_expired_key_is_refused_while_the_router_runs(
+    text_model: TextModel, keys_file: Path
+) -> None:
+    soon = SystemClock().unix_ms() + 600_000
+    alive, _ = create_key(keys_file, "acme", "", 0, ("inference",), soon)
+    dead, _ = create_key(keys_file, "acme", "", 0, ("inference",), soon - 1_200_000)
+    async with open_doors(text_model, locked(keys_file)) as doors:
+        for key, status in ((alive, 200), (dead, 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await doors.http.post(CHAT, json=BODY, headers=headers)
+            assert answer.status_code == status
+        assert "expired" in answer.json()["error"]["message"]
 
 
 async def test_calls_without_a_key_are_recorded_at_both_doors(
@@ -227,7 +271,29 @@ async def test_key_decides_the_tenant(text_model: TextModel, keys_file: Path) ->
             {"x-api-key": acme},
         ):
             assert (await doors.http.post(CHAT, json=BODY, headers=headers)).status_code == 200
-        assert [call.tenant for call in doors.router.calls] == ["acme", "other", "acme"]
+        calls = doors.router.calls
+    assert [call.tenant for call in calls] == ["acme", "other", "acme"]
+    assert calls[0].namespace == calls[2].namespace != calls[1].namespace
+    assert len({"acme", "other", "", *(call.namespace for call in calls)}) == 5
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "tenant", "namespace", "prompt_cache_key"])
+async def test_nothing_a_client_sends_names_its_tenant(
+    text_model: TextModel, keys_file: Path, name: str
+) -> None:
+    """RB-040: a namespace that could be asked for would give the timing signal back."""
+    acme, _ = create_key(keys_file, "acme", "", 0)
+    other, _ = create_key(keys_file, "other", "", 0)
+    async with open_doors(text_model, locked(keys_file)) as doors:
+        headers = {"authorization": f"Bearer {acme}"}
+        assert (await doors.http.post(CHAT, json=BODY, headers=headers)).status_code == 200
+        stolen = doors.router.calls[0].namespace
+        headers = {"authorization": f"Bearer {other}", f"x-isthmus-{name}": stolen, name: stolen}
+        answer = await doors.http.post(CHAT, json={**BODY, name: stolen}, headers=headers)
+        # A parameter of OpenAI's that promises nothing is ignored; the others are refused.
+        assert answer.status_code == (200 if name == "prompt_cache_key" else 400)
+        assert (await doors.http.post(CHAT, json=BODY, headers=headers)).status_code == 200
+        assert all(call.namespace != stolen for call in doors.router.calls[1:])
 
 
 async def test_idempotency_keys_of_tenants_are_apart(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.access import HTTP_POLICY
 from services.gateway import openai_params, wire_names
-from services.gateway.auth import HTTP_POLICY
 from services.gateway.wire_names import RouteSpec, WireName
 
 GATEWAY = Path(wire_names.__file__).parent
