@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import exits
-from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
+from services.cli.router_options import DEFAULT_SERVER, ApiKey, CaFile, Server, Tls
 from services.common.wording import counted
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 300.0,
     api_key: ApiKey = "",
+    tls: Tls = False,
+    ca_file: CaFile = None,
     show_timing: Annotated[
         bool, typer.Option("--show-timing", help="Print every stage, not the summary only.")
     ] = False,
@@ -38,7 +40,7 @@ def chat(
     """Chat with the served model; without --prompt, line by line until end of input."""
     from services.cli.client import connect
 
-    with connect(server) as channel:
+    with connect(server, tls, ca_file) as channel:
         session = _Session(channel, api_key, timeout_s)
         session.shape(model, max_tokens, temperature, seed)
         if system:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import typer
@@ -18,20 +19,38 @@ _TRAILER_CODE = "isthmus-code"
 
 
 @contextlib.contextmanager
-def connect(address: str) -> Iterator[grpc.Channel]:
+def connect(address: str, tls: bool = False, ca_file: Path | None = None) -> Iterator[grpc.Channel]:
     """Open a channel that is known to work; a silent address ends the command."""
     _check_address(address)
     options = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
-    channel = grpc.insecure_channel(address, options=options)
+    if tls or ca_file is not None:
+        channel = grpc.secure_channel(address, _credentials(ca_file), options=options)
+    else:
+        channel = grpc.insecure_channel(address, options=options)
     try:
         try:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError:
-            typer.echo(f"isthmus: nobody answers at {address}; is a cluster running?", err=True)
+            typer.echo(
+                f"isthmus: nobody answers at {address} "
+                f"{'with a certificate of that authority' if tls or ca_file else 'in plaintext'}; "
+                "is a cluster running?",
+                err=True,
+            )
             raise typer.Exit(exits.UNREACHABLE) from None
         yield channel
     finally:
         channel.close()
+
+
+def _credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
+    if ca_file is None:
+        return grpc.ssl_channel_credentials()
+    try:
+        return grpc.ssl_channel_credentials(ca_file.read_bytes())
+    except OSError as error:
+        typer.echo(f"isthmus: {ca_file} cannot be read ({error.strerror})", err=True)
+        raise typer.Exit(exits.USAGE) from None
 
 
 def _check_address(address: str) -> None:

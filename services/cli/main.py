@@ -11,6 +11,7 @@ import typer
 
 from services.cli import (
     bench,
+    cert,
     chaos,
     chat,
     config_command,
@@ -37,6 +38,7 @@ app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
+app.add_typer(cert.app, name="cert")
 app.add_typer(config_command.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chaos.app, name="chaos")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -9,7 +11,7 @@ _TIMEOUT_S = 2.0
 _INTERVAL_STARTING_S = 0.1
 _INTERVAL_SERVING_S = 1.0
 # A worker binds its port late in its start; the default reconnect pause grows to minutes.
-_OPTIONS = (
+OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -21,9 +23,10 @@ _OPTIONS = (
 class HealthProbe:
     """One channel to one process; `poll` is called often and answers what is known."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        self._stub = health_pb2_grpc.HealthStub(self._channel)
+    def __init__(self, dial: Callable[[], grpc.Channel]) -> None:
+        """`dial` opens the channel, and another one when a call has failed."""
+        self._dial = dial
+        self._channel = dial()
         self._call: grpc.Future[health_pb2.HealthCheckResponse] | None = None
         self._next_at = 0.0
         self._is_serving: bool | None = None
@@ -37,7 +40,8 @@ class HealthProbe:
             self._next_at = now + pause
         if self._call is None and now >= self._next_at:
             request = health_pb2.HealthCheckRequest()
-            self._call = self._stub.Check.future(request, timeout=_TIMEOUT_S)
+            stub = health_pb2_grpc.HealthStub(self._channel)
+            self._call = stub.Check.future(request, timeout=_TIMEOUT_S)
         return self._is_serving
 
     def _read(self, call: grpc.Future[health_pb2.HealthCheckResponse]) -> bool | None:
@@ -45,7 +49,11 @@ class HealthProbe:
             answer: object = call.result(timeout=0).status
         except (grpc.RpcError, grpc.FutureCancelledError):
             # Before the first answer silence means "still starting", after it "not serving".
-            return None if self._is_serving is None else False
+            if self._is_serving is None:
+                return None
+            self._channel.close()
+            self._channel = self._dial()  # its certificate may have been rotated
+            return False
         return bool(answer == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:

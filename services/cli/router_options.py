@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,17 @@ Server = Annotated[
     typer.Option(
         envvar="ISTHMUS_SERVER", help="Router's gRPC address, HOST:PORT without a scheme."
     ),
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="ISTHMUS_CA_FILE",
+        help="Authority of the router's certificate, PEM; turns TLS on.",
+    ),
+]
+Tls = Annotated[
+    bool,
+    typer.Option("--tls", envvar="ISTHMUS_TLS", help="Speak TLS; well-known authorities sign."),
 ]
 ApiKey = Annotated[
     str,

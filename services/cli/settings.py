@@ -45,10 +45,14 @@ def load_serving(path: Path | None, overrides: Mapping[str, object]) -> IsthmusC
 
 def check_files(config: IsthmusConfig) -> None:
     """Look at the files settings name; raises ConfigError."""
+    from services.common.clock import SystemClock
     from services.gateway.access_setup import check_access_files
+    from services.runtime.tls import cluster_identity, door_identity
     from services.transfer.key_ring import check_key_file
 
     check_access_files(config.auth)
+    for read in (door_identity, cluster_identity):
+        read(config.tls, SystemClock())
     if config.transfer.curve_key_file:
         check_key_file(Path(config.transfer.curve_key_file))
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli import exits
-from services.cli.router_options import DEFAULT_SERVER, ApiKey, Server
+from services.cli import exits, settings
+from services.cli.router_options import DEFAULT_SERVER, ApiKey, CaFile, Server, Tls
 
 if TYPE_CHECKING:
     import grpc
     from rich.table import Table
 
+    from services.cli.dial import Dial
     from services.pb import admin_pb2, worker_pb2
 
     Answer = worker_pb2.StatusResponse | str  # its counters, or FROZEN or UNREACHABLE
@@ -25,20 +27,31 @@ _WORKERS_TIMEOUT_S = 2.0  # for all workers together: they are asked at once
 _PIPE_COLUMNS = 160
 
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Configuration file; its tls.cluster_* are for the workers."),
+]
+
+
 def status(
     server: Server = DEFAULT_SERVER,
     api_key: ApiKey = "",
+    tls: Tls = False,
+    ca_file: CaFile = None,
+    config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show the cluster: workers, their load and the planes in use; exit 1 without workers."""
     import grpc
 
     from services.cli.client import connect, credentials, explain_rpc_error
+    from services.cli.dial import dial_worker
     from services.common.clock import SystemClock
     from services.pb import admin_pb2, admin_pb2_grpc
 
     clock = SystemClock()
-    with connect(server) as channel:
+    dial = dial_worker(settings.load(config, {}).tls)
+    with connect(server, tls, ca_file) as channel:
         started = clock.now()
         try:
             cluster = admin_pb2_grpc.AdminStub(channel).ClusterStatus(
@@ -50,7 +63,7 @@ def status(
             why = explain_rpc_error(error, _RPC_TIMEOUT_S, clock.now() - started)
             typer.echo(f"isthmus: {why}", err=True)
             return exits.FAILED
-    own = ask_workers({view.worker_id: view.address for view in cluster.workers})
+    own = ask_workers({view.worker_id: view.address for view in cluster.workers}, dial=dial)
     if as_json:
         typer.echo(json.dumps(to_json(cluster, own), indent=2))
     else:
@@ -59,19 +72,21 @@ def status(
 
 
 def ask_workers(
-    addresses: dict[str, str], timeout_s: float = _WORKERS_TIMEOUT_S
+    addresses: dict[str, str],
+    timeout_s: float = _WORKERS_TIMEOUT_S,
+    dial: Dial | None = None,
 ) -> dict[str, Answer]:
     """Ask all workers at once for their own counters; why there are none where there are none."""
     from contextlib import ExitStack
 
-    import grpc
-
+    from services.cli.dial import plaintext
     from services.pb import worker_pb2, worker_pb2_grpc
 
+    dial = dial or plaintext
     with ExitStack() as stack:
         calls = {}
         for worker_id, address in addresses.items():
-            channel = stack.enter_context(grpc.insecure_channel(address))
+            channel = stack.enter_context(dial(address, ()))
             stub = worker_pb2_grpc.WorkerStub(channel)
             calls[worker_id] = stub.Status.future(worker_pb2.StatusRequest(), timeout=timeout_s)
         return {worker_id: _answer_of(call) for worker_id, call in calls.items()}

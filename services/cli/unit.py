@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.cli import exits
-from services.cli.probe import HealthProbe
+from services.cli.dial import Dial, plaintext
+from services.cli.probe import OPTIONS, HealthProbe
 from services.cli.up_plan import PlannedProcess
 from services.common.address import HeldPort, family_of, join_host_port
 from services.runtime.process import (
@@ -99,8 +100,12 @@ class Unit:
         environ: Mapping[str, str],
         log_dir: Path,
         launch: Launch = launch_program,
+        dial: Dial = plaintext,
+        scheme: str = "http",
     ) -> None:
         self.plan = plan
+        self.dial = dial
+        self.scheme = scheme  # of its HTTP front door
         self.state = UnitState()
         self.grpc_port = 0
         self.http_port = 0
@@ -136,7 +141,7 @@ class Unit:
         self.child.argv = self._make_command(self.plan, self.grpc_port, self.http_port)
         self.child.spawn()
         self.state.spawned()
-        self._probe = HealthProbe(self.grpc)
+        self._probe = HealthProbe(lambda: self.dial(self.grpc, OPTIONS))
 
     def tick(self, now: float) -> bool:
         """Look at the process, start it again when due; True = something changed."""

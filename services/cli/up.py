@@ -227,14 +227,25 @@ class _Run:
             file.write(dump_yaml(config))
 
     def _unit(self, plan: PlannedProcess) -> Unit:
+        from services.cli.dial import dial_router, dial_worker
         from services.cli.unit import Unit
         from services.runtime.process import launch_program
 
+        tls = self._config.tls
         launch: Launch = launch_program
+        dial = dial_router(tls) if plan.role == "router" else dial_worker(tls)
         if plan.role != "router":
             (self._runtime_dir / f"{plan.role}-{plan.name.split('-')[1]}").mkdir(mode=0o700)
             launch = self.launch_scripted or launch_program
-        return Unit(plan, self._command, _child_environ(os.environ), self._log_dir, launch)
+        return Unit(
+            plan,
+            self._command,
+            _child_environ(os.environ),
+            self._log_dir,
+            launch,
+            dial,
+            "https" if tls.cert_file else "http",
+        )
 
     def _command(self, plan: PlannedProcess, grpc_port: int, http_port: int) -> list[str]:
         from services.cli.up_plan import MODEL_WORKER, SCRIPTED_WORKER

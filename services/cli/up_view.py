@@ -203,11 +203,12 @@ class WorkerFigures:
             if call is not None:
                 self._collect(unit.grpc, call)
             if unit.state.state in (READY, STOPPING):  # the latter: how many are left
-                self._ask(unit.grpc)
+                self._ask(unit)
 
-    def _ask(self, address: str) -> None:
+    def _ask(self, unit: Unit) -> None:
+        address = unit.grpc
         if address not in self._channels:
-            self._channels[address] = grpc.insecure_channel(address)
+            self._channels[address] = unit.dial(address, ())
         stub = worker_pb2_grpc.WorkerStub(self._channels[address])
         request = worker_pb2.StatusRequest()
         self._calls[address] = stub.Status.future(request, timeout=_STATUS_TIMEOUT_S)
@@ -293,7 +294,7 @@ def endpoint_lines(units: Sequence[Unit]) -> list[str]:
     lines = []
     for unit in units:
         if unit.plan.role == "router":
-            lines.append(f"OpenAI API   http://{unit.http}/v1")
+            lines.append(f"OpenAI API   {unit.scheme}://{unit.http}/v1")
             lines.append(f"gRPC         {unit.grpc}")
     return lines
 

@@ -13,8 +13,6 @@ from services.common.config_source import Source, merge_sources, read_environ, r
 from services.common.limits import Limits
 from services.common.settings import Section, setting
 
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
-
 
 class ModelSettings(Section):
     """Which model is served."""
@@ -219,6 +217,31 @@ class AuthSettings(Section):
     allow_plaintext: bool = setting(False, "serve addresses other than loopback without TLS")
 
 
+class TlsSettings(Section):
+    """Certificates, PEM files that are reread when they change: of the front doors, of the cluster.
+
+    Routers and workers know each other by a name (DNS SAN) in certificates of one authority.
+    """
+
+    cert_file: str = setting(
+        "", "chain of both front doors; empty = no TLS for clients", public=True
+    )
+    key_file: str = setting("", "private key of cert_file", public=True)
+    cluster_cert_file: str = setting(
+        "",
+        "chain this process shows on Links; empty = no TLS between router and workers",
+        public=True,
+    )
+    cluster_key_file: str = setting("", "private key of cluster_cert_file", public=True)
+    cluster_ca_file: str = setting("", "authorities that sign the other side's", public=True)
+    router_names: tuple[str, ...] = setting(
+        ("isthmus-router",), "names a worker takes for those of routers", min_length=1, public=True
+    )
+    worker_name: str = setting(
+        "isthmus-worker", "name a router asks of every worker", min_length=1, public=True
+    )
+
+
 class TelemetrySettings(Section):
     """Logs, traces and metrics."""
 
@@ -247,6 +270,7 @@ class IsthmusConfig(Section):
     lease: LeaseSettings = LeaseSettings()
     limits: Limits = Limits()
     auth: AuthSettings = AuthSettings()
+    tls: TlsSettings = TlsSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
@@ -261,10 +285,23 @@ class IsthmusConfig(Section):
                 f"the router would serve {exposed[0]} without API keys: set auth.keys_file, "
                 "or auth.allow_unauthenticated: true"
             )
-        if exposed and not self.auth.allow_plaintext:
+        if exposed and not (self.tls.cert_file or self.auth.allow_plaintext):
             raise ValueError(
-                f"the router would serve {exposed[0]} without TLS: put a TLS proxy in front and "
-                "set auth.allow_plaintext: true"
+                f"the router would serve {exposed[0]} without TLS: set tls.cert_file, or "
+                "auth.allow_plaintext: true with a TLS proxy in front"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        tls = self.tls
+        if bool(tls.cert_file) != bool(tls.key_file):
+            raise ValueError("tls.cert_file and tls.key_file belong together: set both or none")
+        cluster = (tls.cluster_cert_file, tls.cluster_key_file, tls.cluster_ca_file)
+        if any(cluster) and not all(cluster):
+            raise ValueError(
+                "tls.cluster_cert_file, tls.cluster_key_file and tls.cluster_ca_file belong "
+                "together: set all or none"
             )
         return self
 
@@ -279,10 +316,10 @@ class IsthmusConfig(Section):
                     f"the worker would send KV from {self.worker.bind_host} unencrypted: set "
                     "transfer.curve_key_file, or transfer.allow_plaintext_kv: true"
                 )
-            if not self.auth.allow_plaintext:
+            if not (self.tls.cluster_cert_file or self.auth.allow_plaintext):
                 raise ValueError(
                     f"the worker would serve gRPC on {self.worker.bind_host} without TLS: "
-                    "set auth.allow_plaintext: true"
+                    "set tls.cluster_cert_file, or auth.allow_plaintext: true"
                 )
         return self
 
@@ -297,7 +334,12 @@ class IsthmusConfig(Section):
 
 def is_loopback(host: str) -> bool:
     """Whether an address to bind is reachable from this machine only."""
-    return host in LOOPBACK_HOSTS or host.startswith("127.")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # another name may lead anywhere
 
 
 def _is_everywhere(host: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from services.common.limits import Limits
 from services.gateway.auth import AuthConfig
 from services.gateway.namespaces import Namespaces, random_secret
+from services.runtime.tls import TlsIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class GatewayConfig:
     limits: Limits = field(default_factory=Limits)
     auth: AuthConfig = field(default_factory=AuthConfig)  # open to everyone who reaches the port
     namespaces: Namespaces = field(default_factory=lambda: Namespaces(random_secret()))
+    tls: TlsIdentity | None = None  # None = plaintext
     max_message_bytes: int = 16 << 20  # gRPC, both ways
     max_concurrent_streams: int = 1000  # per gRPC connection
     max_connection_age_s: float = 1800.0

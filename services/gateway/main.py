@@ -22,12 +22,14 @@ from services.pb import admin_pb2_grpc
 from services.registry.reader import RedisRegistryReader, reader_config
 from services.registry.schema import namespace_of
 from services.router.admin_servicer import AdminServicer
-from services.router.config import RouterConfig
+from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.dispatch import Router
 from services.router.hooks import MetricsHooks
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
+from services.runtime.tls import cluster_identity, door_identity
 from services.telemetry import catalog
+from services.telemetry.certificates import watch_expiry
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import setup_tracing
@@ -73,11 +75,19 @@ class _RouterProcess:
             clock,
             reader_config(config.store.call_timeout_ms / 1000),
         )
+        doors = door_identity(config.tls, clock)
+        identity = cluster_identity(config.tls, clock)
+        in_use = {"doors": doors, "cluster": identity}
+        watch_expiry(self._metrics, clock, {use: tls.expires for use, tls in in_use.items() if tls})
         self._router = Router(
             RouterConfig(
                 router_id=router_id,
                 force_mode=settings.force_mode or None,
                 max_open_requests=settings.max_requests,
+                link=LinkConfig(
+                    tls=LinkTls(identity, config.tls.worker_name) if identity else None,
+                    allow_plaintext=config.auth.allow_plaintext,
+                ),
             ),
             manifest,
             text,
@@ -93,6 +103,7 @@ class _RouterProcess:
             manifest,
             GatewayConfig(
                 limits=config.limits,
+                tls=doors,
                 auth=auth_config(config),
                 namespaces=namespaces(config.auth),
                 max_concurrent_streams=settings.max_concurrent_streams,

@@ -161,7 +161,11 @@ class GatewayServer:
             server, (INFERENCE, _HEALTH, *(service.name for service in self._extra_services))
         )
         try:
-            port = server.add_insecure_port(address)
+            tls = self._config.tls
+            if tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, tls.server_credentials())
         except RuntimeError:
             raise ConfigError(f"cannot listen on {address} for gRPC") from None
         await server.start()
@@ -189,6 +193,7 @@ class GatewayServer:
         ]
 
     async def _start_http(self, listener: socket.socket) -> None:
+        tls = self._config.tls
         config = uvicorn.Config(
             self.http.app,
             http=bounded_protocol(self._config),
@@ -201,6 +206,7 @@ class GatewayServer:
             interface="asgi3",
             timeout_keep_alive=self._config.http_keep_alive_s,
             timeout_graceful_shutdown=1,
+            ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
         )
         server = _HttpServer(config)
         self._uvicorn = server

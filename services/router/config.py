@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import grpc
-
 from services.common.ids import Incarnation, new_incarnation
 from services.router.policy import PolicyConfig
+from services.runtime.tls import TlsIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTls:
+    """How a router proves itself to workers, and what it asks of them."""
+
+    identity: TlsIdentity
+    worker_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,8 @@ class LinkConfig:
     ack_delay_s: float = 0.05
     max_queued_work: int = 4096  # not yet written
     max_message_bytes: int = 16 << 20
-    credentials: grpc.ChannelCredentials | None = None  # None = plaintext
+    tls: LinkTls | None = None  # None = plaintext
+    allow_plaintext: bool = False  # to other hosts; this one's loopback is always allowed
 
 
 @dataclass(frozen=True, slots=True)

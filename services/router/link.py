@@ -17,6 +17,7 @@ import grpc.aio
 
 from services.common.address import split_host_port
 from services.common.clock import Clock
+from services.common.config import is_loopback
 from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
@@ -444,7 +445,7 @@ async def is_port_closed(address: str) -> bool:
 
 def open_channel(address: str, config: LinkConfig) -> grpc.aio.Channel:
     """Open a channel of its own: a shared one would share back-off and a broken connection."""
-    options = [
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         # Without ping_timeout a frozen peer is noticed after a minute, whatever keepalive says.
@@ -457,6 +458,19 @@ def open_channel(address: str, config: LinkConfig) -> grpc.aio.Channel:
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
     ]
-    if config.credentials is not None:
-        return grpc.aio.secure_channel(address, config.credentials, options=options)
+    if config.tls is not None:
+        # Credentials are made for every channel: certificates may have been rotated.
+        credentials = config.tls.identity.channel_credentials()
+        options.append(("grpc.ssl_target_name_override", config.tls.worker_name))
+        return grpc.aio.secure_channel(address, credentials, options=options)
+    if not (config.allow_plaintext or is_loopback_address(address)):
+        raise LinkBroken("plaintext to another host needs auth.allow_plaintext")
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def is_loopback_address(address: str) -> bool:
+    """Say whether `host:port` is of this machine alone."""
+    try:
+        return is_loopback(split_host_port(address)[0])
+    except ValueError:
+        return False

@@ -224,6 +224,10 @@ LEASE_RENEWALS = Counter(
 
 # Every process
 BUILD_INFO = Gauge("isthmus_build_info", "1", "Version of this process.", ("version",))
+CERT_EXPIRY = Gauge(
+    "isthmus_cert_expiry_seconds", "s",
+    "Time until the certificate in use ends, negative afterwards (doors, cluster).", ("use",),
+)  # fmt: skip
 SPANS_DROPPED = Gauge(
     "isthmus_spans_dropped", "spans", "Spans that found the export queue full, since the start."
 )

@@ -39,6 +39,8 @@ from services.runtime.fault_points import FaultPoints
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
+from services.runtime.tls import TlsIdentity, cluster_identity
+from services.telemetry.certificates import watch_expiry
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
@@ -53,6 +55,7 @@ from services.worker.convert import load_report
 from services.worker.intake import WorkerIdentity
 from services.worker.memory_plan import MemoryPlan, plan_memory
 from services.worker.metrics import Total, count_step, watch_gauges, worker_totals
+from services.worker.peer_auth import PeerAuth
 from services.worker.servicer import StaticStatus, WorkerServicer
 from services.worker.shell import WorkerShell
 from services.worker.trace import WorkTracer
@@ -118,6 +121,7 @@ class _Worker:
         self._runtime: RuntimeDir | None = None
         self._parts: Parts | None = None
         self._server: grpc.aio.Server | None = None
+        self._identity: TlsIdentity | None = None
         self._health = health.aio.HealthServicer()
         self._housekeeper: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
@@ -153,14 +157,19 @@ class _Worker:
     def _bind(self) -> tuple[grpc.aio.Server, int]:
         """Take the port before the slow part, so that a clash is known at once."""
         settings = self._config.worker
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        identity = cluster_identity(self._config.tls, self._clock)
+        guards = [] if identity is None else [PeerAuth(frozenset(self._config.tls.router_names))]
+        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = join_host_port(settings.bind_host, settings.grpc_port)
         try:
-            port = server.add_insecure_port(address)
+            if identity is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, identity.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address} (worker.grpc_port)") from error
-        self._server = server
+        self._server, self._identity = server, identity
         return server, port
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -266,6 +275,8 @@ class _Worker:
             machine=platform.machine(),
         )
         watch_gauges(metrics, engine, source, sink, tracing)
+        if self._identity is not None:
+            watch_expiry(metrics, self._clock, {"cluster": self._identity.expires})
         totals = worker_totals(engine, source, sink, lease)
         return Parts(shell, servicer, engine, memory, lease, tracing, metrics, totals)
 

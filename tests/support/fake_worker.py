@@ -20,6 +20,8 @@ from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.lease import WorkerLease
+from services.runtime.tls import TlsIdentity
+from services.worker.peer_auth import PeerAuth
 from tests.support.registry import make_worker_info
 
 LinkContext = grpc.aio.ServicerContext[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
@@ -67,6 +69,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         token_delay_s: float = 0.0,
         script: Script | None = None,
         identity: dict[str, str] | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.worker_id = WorkerId(worker_id)
         self.role = role
@@ -74,6 +77,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.token_delay_s = token_delay_s
         self.script = script or run_job
         self.identity = identity or {}
+        self.tls = tls  # then only peers named isthmus-router may open a Link
         self.address = ""
         self.jobs: list[Job] = []
         self.cancels: list[worker_pb2.Cancel] = []
@@ -104,10 +108,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
+            interceptors=[PeerAuth(frozenset({"isthmus-router"}))] if self.tls else [],
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        at = f"127.0.0.1:{port}"
+        if self.tls is None:
+            bound = self._server.add_insecure_port(at)
+        else:
+            bound = self._server.add_secure_port(at, self.tls.server_credentials())
         assert bound, "the port is taken"
         self.address = f"127.0.0.1:{bound}"
         await self._server.start()

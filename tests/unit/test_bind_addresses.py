@@ -18,7 +18,9 @@ FOLDERS = ("services", "kernels", "loadtest", "tools")
 # An address as text, with or without scheme and port, that means every interface.
 _ALL = re.compile(r"^([a-z]+://)?(0\.0\.0\.0|\*|\[::\]|::)(:\S*)?$")
 _NAMES = frozenset({"INADDR_ANY", "in6addr_any"})
-_BINDERS = frozenset({"bind", "create_server", "start_server", "add_insecure_port", "listen"})
+_BINDERS = frozenset(
+    {"bind", "create_server", "start_server", "add_insecure_port", "add_secure_port", "listen"}
+)
 
 
 def faults(source: str) -> Iterator[str]:

@@ -1,0 +1,84 @@
+"""Who may call a worker: the certificate's names against the policy table, default deny."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from services.common.access import GRPC_POLICY, Access
+from services.runtime.tls import SAN
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+# Any: request and response types of whichever RPC.
+AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+AnyHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class PeerAuth(grpc.aio.ServerInterceptor):
+    """Lets a peer call what its certificate allows; the handshake has verified the certificate."""
+
+    def __init__(self, router_names: frozenset[str]) -> None:
+        self._router_names = router_names
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> AnyHandler | None:
+        """Put the check in front of the handler: only there is it known who calls."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or GRPC_POLICY.get(method) is Access.OPEN:
+            return handler
+
+        async def check(context: AnyContext) -> None:
+            if not may_call(method, _names_of(context), self._router_names):
+                log.warning("worker.peer_refused", method=method, peer=context.peer())
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    "permission_denied: the certificate does not allow this",
+                )
+
+        guarded: AnyHandler = _guarded(handler, check)
+        return guarded
+
+
+def may_call(method: str, names: frozenset[str], router_names: frozenset[str]) -> bool:
+    """Whether a peer whose certificate has these names may call a method; no names = no TLS."""
+    access = GRPC_POLICY.get(method)
+    if access is Access.PEER:
+        return bool(names)
+    return access is Access.ROUTER and not names.isdisjoint(router_names)
+
+
+def _names_of(context: AnyContext) -> frozenset[str]:
+    found = context.auth_context().get(SAN, ())
+    return frozenset(name.decode("utf-8", "replace") for name in found)
+
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+# Any: the handler is a named tuple, which its stub does not say.
+def _guarded(handler: Any, check: Callable[[AnyContext], Awaitable[None]]) -> Any:
+    (kind,) = (kind for kind in _KINDS if getattr(handler, kind) is not None)
+    behaviour = getattr(handler, kind)
+
+    async def generate(request: Any, context: AnyContext) -> AsyncIterator[Any]:
+        await check(context)
+        async with contextlib.aclosing(behaviour(request, context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def answer(request: Any, context: AnyContext) -> Any:
+        await check(context)
+        return await behaviour(request, context)
+
+    is_generator = inspect.isasyncgenfunction(behaviour)
+    return handler._replace(**{kind: generate if is_generator else answer})
