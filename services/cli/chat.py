@@ -139,25 +139,55 @@ def _where(timing: common_pb2.Timing) -> str:
     from services.pb import common_pb2
 
     mode = common_pb2.Mode.Name(timing.mode).removeprefix("MODE_")
-    plane = common_pb2.Plane.Name(timing.plane).removeprefix("PLANE_").lower()
+    plane = _plane(timing.plane)
     text = f"mode {mode}"
     if timing.prefill_worker:
         text += f" · prefill on {timing.prefill_worker}"
     if timing.decode_worker:
         text += f" · decode on {timing.decode_worker}"
-    if timing.handoff_blocks or timing.handoff_bytes:
-        text += (
-            f" · handoff {counted(timing.handoff_blocks, 'block')}, "
-            f"{timing.handoff_bytes / 2**20:.1f} MiB over {plane}"
-            + (
-                f", {timing.handoff_us / 1e3:.1f} ms of it after the first token"
-                if timing.handoff_us >= _HIDDEN_US
-                else ", hidden under the prefill"
-            )
+    if timing.handoff_blocks or timing.handoff_bytes or timing.handoff_blocks_attached:
+        text += " · handoff " + _crossed(
+            timing.handoff_blocks, timing.handoff_bytes, timing.handoff_blocks_attached, plane
         )
+        text += (
+            f", {timing.handoff_us / 1e3:.1f} ms of it after the first token"
+            if timing.handoff_us >= _HIDDEN_US
+            else ", hidden under the prefill"
+        )
+    if timing.migrations:
+        text += _migrated(timing)
     if timing.recomputed:
         text += " · KV did not come over: decode computed the prompt again (see its log)"
     return text
+
+
+def _migrated(timing: common_pb2.Timing) -> str:
+    text = (
+        " · migrated once" if timing.migrations == 1 else f" · migrated {timing.migrations} times"
+    )
+    if not timing.migration_blocks and not timing.migration_blocks_attached:
+        return text  # it was started over
+    crossed = _crossed(
+        timing.migration_blocks,
+        timing.migration_bytes,
+        timing.migration_blocks_attached,
+        _plane(timing.migration_plane),
+    )
+    return f"{text}, {crossed}"
+
+
+def _crossed(num_moved: int, num_bytes: int, num_attached: int, plane: str) -> str:
+    moved = f"{counted(num_moved, 'block')}, {num_bytes / 2**20:.1f} MiB over {plane}"
+    if not num_attached:
+        return moved
+    in_place = f"{counted(num_attached, 'block')} read in place"
+    return f"{in_place} and {moved}" if num_moved else in_place
+
+
+def _plane(plane: common_pb2.Plane.ValueType) -> str:
+    from services.pb import common_pb2
+
+    return common_pb2.Plane.Name(plane).removeprefix("PLANE_").lower()
 
 
 def _how_long(timing: common_pb2.Timing, usage: inference_pb2.Usage) -> str:
@@ -178,6 +208,7 @@ def _stages(timing: common_pb2.Timing) -> list[tuple[str, int]]:
         ("prefill", timing.prefill_us),
         ("handoff", timing.handoff_us),
         ("queue decode", timing.queue_decode_us),
+        *([("migration", timing.migration_us)] if timing.migrations else []),
         ("decode", timing.decode_us),
         ("unattributed", timing.unattributed_us),
         ("total", timing.e2e_us),

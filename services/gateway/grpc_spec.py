@@ -162,14 +162,25 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         recomputed=timing.recomputed,
         handoff_blocks=timing.handoff_blocks,
         handoff_blocks_deduped=timing.handoff_blocks_deduped,
+        handoff_blocks_attached=timing.handoff_blocks_attached,
+        migration_us=timing.migration_us,
+        migration_bytes=timing.migration_bytes,
+        migration_blocks=timing.migration_blocks,
+        migration_blocks_attached=timing.migration_blocks_attached,
+        plane=_plane(timing.plane),
+        migration_plane=_plane(timing.migration_plane),
     )
     mode = f"MODE_{timing.mode.upper()}"
     if mode in common_pb2.Mode.keys():  # noqa: SIM118 - an enum wrapper, not a dict
         message.mode = common_pb2.Mode.Value(mode)
-    plane = f"PLANE_{timing.plane.upper()}"
-    if plane in common_pb2.Plane.keys():  # noqa: SIM118 - an enum wrapper, not a dict
-        message.plane = common_pb2.Plane.Value(plane)
     return message
+
+
+def _plane(name: str) -> common_pb2.Plane.ValueType:
+    plane = f"PLANE_{name.upper()}"
+    if plane in common_pb2.Plane.keys():  # noqa: SIM118 - an enum wrapper, not a dict
+        return common_pb2.Plane.Value(plane)
+    return common_pb2.PLANE_UNSPECIFIED
 
 
 def _prompt(kind: str, request: inference_pb2.GenerateRequest, limits: Limits) -> PromptInput:

@@ -357,6 +357,12 @@ class Timing(_message.Message):
     HANDOFF_BLOCKS_DEDUPED_FIELD_NUMBER: _builtins.int
     MIGRATION_GAP_US_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
+    HANDOFF_BLOCKS_ATTACHED_FIELD_NUMBER: _builtins.int
+    MIGRATION_US_FIELD_NUMBER: _builtins.int
+    MIGRATION_BYTES_FIELD_NUMBER: _builtins.int
+    MIGRATION_BLOCKS_FIELD_NUMBER: _builtins.int
+    MIGRATION_BLOCKS_ATTACHED_FIELD_NUMBER: _builtins.int
+    MIGRATION_PLANE_FIELD_NUMBER: _builtins.int
     queue_prefill_us: _builtins.int
     prefill_us: _builtins.int
     handoff_us: _builtins.int
@@ -384,6 +390,16 @@ class Timing(_message.Message):
     """longest time between two tokens that a migration made"""
     recomputed: _builtins.bool
     """decode could not have the KV and computed the prompt itself"""
+    handoff_blocks_attached: _builtins.int
+    """blocks decode began to read where prefill had them"""
+    migration_us: _builtins.int
+    """KV on its way between decode workers; a stage, like handoff_us"""
+    migration_bytes: _builtins.int
+    """of all migrations together, as the next two"""
+    migration_blocks: _builtins.int
+    migration_blocks_attached: _builtins.int
+    migration_plane: Global___Plane.ValueType
+    """of the last one"""
     def __init__(
         self,
         *,
@@ -407,10 +423,16 @@ class Timing(_message.Message):
         handoff_blocks_deduped: _builtins.int = ...,
         migration_gap_us: _builtins.int = ...,
         recomputed: _builtins.bool = ...,
+        handoff_blocks_attached: _builtins.int = ...,
+        migration_us: _builtins.int = ...,
+        migration_bytes: _builtins.int = ...,
+        migration_blocks: _builtins.int = ...,
+        migration_blocks_attached: _builtins.int = ...,
+        migration_plane: Global___Plane.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_us", b"decode_us", "decode_worker", b"decode_worker", "e2e_us", b"e2e_us", "handoff_blocks", b"handoff_blocks", "handoff_blocks_deduped", b"handoff_blocks_deduped", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "migration_gap_us", b"migration_gap_us", "migrations", b"migrations", "mode", b"mode", "plane", b"plane", "prefill_chunks", b"prefill_chunks", "prefill_us", b"prefill_us", "prefill_worker", b"prefill_worker", "queue_decode_us", b"queue_decode_us", "queue_prefill_us", b"queue_prefill_us", "recomputed", b"recomputed", "router_us", b"router_us", "ttft_us", b"ttft_us", "unattributed_us", b"unattributed_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_us", b"decode_us", "decode_worker", b"decode_worker", "e2e_us", b"e2e_us", "handoff_blocks", b"handoff_blocks", "handoff_blocks_attached", b"handoff_blocks_attached", "handoff_blocks_deduped", b"handoff_blocks_deduped", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "migration_blocks", b"migration_blocks", "migration_blocks_attached", b"migration_blocks_attached", "migration_bytes", b"migration_bytes", "migration_gap_us", b"migration_gap_us", "migration_plane", b"migration_plane", "migration_us", b"migration_us", "migrations", b"migrations", "mode", b"mode", "plane", b"plane", "prefill_chunks", b"prefill_chunks", "prefill_us", b"prefill_us", "prefill_worker", b"prefill_worker", "queue_decode_us", b"queue_decode_us", "queue_prefill_us", b"queue_prefill_us", "recomputed", b"recomputed", "router_us", b"router_us", "ttft_us", b"ttft_us", "unattributed_us", b"unattributed_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,6 +90,12 @@ class RequestTiming:
     recomputed: bool = False  # decode could not have the KV and computed the prompt itself
     handoff_blocks: int = 0
     handoff_blocks_deduped: int = 0
+    handoff_blocks_attached: int = 0  # read where prefill had them
+    migration_us: int = 0  # a stage: KV on its way between decode workers
+    migration_bytes: int = 0  # of all migrations together, as the next two
+    migration_blocks: int = 0
+    migration_blocks_attached: int = 0
+    migration_plane: str = ""  # of the last one
 
 
 @dataclass(frozen=True, slots=True)

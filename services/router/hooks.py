@@ -110,14 +110,17 @@ class MetricsHooks(RouterHooks):
         metrics.add(catalog.COMPLETION_TOKENS, end.completion_tokens)
         metrics.observe(catalog.TTFT, timing.ttft_us / 1e6, mode=mode)
         metrics.observe(catalog.E2E, timing.e2e_us / 1e6, mode=mode)
-        for stage in ("router", "queue_prefill", "prefill", "handoff", "queue_decode", "decode",
-                      "unattributed"):  # fmt: skip
+        for stage in ("router", "queue_prefill", "prefill", "handoff", "queue_decode", "migration",
+                      "decode", "unattributed"):  # fmt: skip
             metrics.observe(catalog.STAGE, getattr(timing, f"{stage}_us") / 1e6, stage=stage)
         if timing.decode_worker and timing.prefill_worker:
             plane = timing.plane or "none"
             outcome = "recomputed" if timing.recomputed else "ok"
             metrics.add(catalog.HANDOFFS, 1, plane=plane, outcome=outcome)
             metrics.add(catalog.HANDOFF_BYTES, timing.handoff_bytes, plane=plane)
+            metrics.add(catalog.HANDOFF_BLOCKS, timing.handoff_blocks, how="moved")
+            metrics.add(catalog.HANDOFF_BLOCKS, timing.handoff_blocks_deduped, how="deduped")
+            metrics.add(catalog.HANDOFF_BLOCKS, timing.handoff_blocks_attached, how="attached")
 
     def watch(
         self, num_open: Callable[[], int], view: Callable[[], ClusterView],

@@ -38,6 +38,11 @@ class Leg:
     stages: StageTimes = field(default_factory=StageTimes)
     cached_tokens: int = 0
 
+    @property
+    def is_migration(self) -> bool:
+        """Whether it goes on where another worker had begun to answer."""
+        return self.source is not None and bool(self.source.generated)
+
     def note_tokens(self, choice: int, end_index: int) -> None:
         """Note that this worker delivered one choice's tokens up to `end_index` (exclusive)."""
         self.has_tokens = True
@@ -116,7 +121,8 @@ class Progress:
         stages = StageTimes()
         for leg in self.legs:
             if not leg.has_failed:
-                stages = stages.merged(leg.stages)
+                own = leg.stages.of_migration() if leg.is_migration else leg.stages
+                stages = stages.merged(own)
         last = self.legs[-1] if self.legs else None
         if self.num_migrations:
             decode_us = sum(leg.stages.decode_us for leg in self.legs if not leg.has_failed)

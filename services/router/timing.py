@@ -6,7 +6,7 @@ report of their legs is fitted between them, never beyond them, so clocks need n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.router.api import RequestTiming
 
@@ -26,6 +26,12 @@ class StageTimes:
     recomputed: bool = False  # decode could not have the KV and computed the prompt itself
     handoff_blocks: int = 0
     handoff_blocks_deduped: int = 0
+    handoff_blocks_attached: int = 0
+    migration_us: int = 0  # workers do not tell handoff from migration: see `of_migration`
+    migration_bytes: int = 0
+    migration_blocks: int = 0
+    migration_blocks_attached: int = 0
+    migration_plane: str = ""
 
     def merged(self, other: StageTimes) -> StageTimes:
         """Join with a later report: of the same leg's next choice, or of another leg."""
@@ -41,6 +47,33 @@ class StageTimes:
             recomputed=self.recomputed or other.recomputed,
             handoff_blocks=max(self.handoff_blocks, other.handoff_blocks),
             handoff_blocks_deduped=max(self.handoff_blocks_deduped, other.handoff_blocks_deduped),
+            handoff_blocks_attached=max(
+                self.handoff_blocks_attached, other.handoff_blocks_attached
+            ),
+            migration_us=self.migration_us + other.migration_us,
+            migration_bytes=self.migration_bytes + other.migration_bytes,
+            migration_blocks=self.migration_blocks + other.migration_blocks,
+            migration_blocks_attached=(
+                self.migration_blocks_attached + other.migration_blocks_attached
+            ),
+            migration_plane=other.migration_plane or self.migration_plane,
+        )
+
+    def of_migration(self) -> StageTimes:
+        """Return them for a leg whose KV came from a decode worker: its transfer is no handoff."""
+        return replace(
+            self,
+            handoff_us=0,
+            handoff_bytes=0,
+            plane="",
+            handoff_blocks=0,
+            handoff_blocks_deduped=0,
+            handoff_blocks_attached=0,
+            migration_us=self.handoff_us,
+            migration_bytes=self.handoff_bytes,
+            migration_blocks=self.handoff_blocks,
+            migration_blocks_attached=self.handoff_blocks_attached,
+            migration_plane=self.plane,
         )
 
 
@@ -80,8 +113,9 @@ def attribute(
     after = _us(first, ended) if marks.first_token is not None else 0
     handoff, after = _take(_handoff_after_first(marks, stages, has_decode_report), after)
     queue_decode, after = _take(stages.queue_decode_us, after)
+    migration, after = _take(stages.migration_us, after)
     decode, after = _take(stages.decode_us if has_decode_report else after, after)
-    stages_us = router + queue_prefill + prefill + handoff + queue_decode + decode
+    stages_us = router + queue_prefill + prefill + handoff + queue_decode + migration + decode
     return RequestTiming(
         router_us=router,
         queue_prefill_us=queue_prefill,
@@ -98,6 +132,12 @@ def attribute(
         recomputed=stages.recomputed,
         handoff_blocks=stages.handoff_blocks,
         handoff_blocks_deduped=stages.handoff_blocks_deduped,
+        handoff_blocks_attached=stages.handoff_blocks_attached,
+        migration_us=migration,
+        migration_bytes=stages.migration_bytes,
+        migration_blocks=stages.migration_blocks,
+        migration_blocks_attached=stages.migration_blocks_attached,
+        migration_plane=stages.migration_plane,
     )
 
 

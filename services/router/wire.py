@@ -129,6 +129,7 @@ def stage_times(timing: common_pb2.Timing) -> StageTimes:
         recomputed=timing.recomputed,
         handoff_blocks=timing.handoff_blocks,
         handoff_blocks_deduped=timing.handoff_blocks_deduped,
+        handoff_blocks_attached=timing.handoff_blocks_attached,
     )
 
 

@@ -99,6 +99,12 @@ HANDOFFS = Counter(
     ("plane", "outcome"),
 )  # fmt: skip
 HANDOFF_BYTES = Counter("isthmus_handoff_bytes_total", "bytes", "KV that crossed.", ("plane",))
+HANDOFF_BLOCKS = Counter(
+    "isthmus_handoff_blocks_total", "blocks",
+    "Blocks of handoffs: moved, deduped (decode had them), attached (decode began to read them "
+    "where prefill had them).",
+    ("how",),
+)  # fmt: skip
 RETRIES = Counter(
     "isthmus_retries_total", "work items", "Work items sent again, by the error that caused it.",
     ("code",),

@@ -79,6 +79,7 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
         open_us=max(part.open_us for part in parts),
         pull_us=max(part.pull_us for part in parts),
         nacks=sum(part.nacks for part in parts),
+        blocks_attached=sum(part.blocks_attached for part in parts),
         single_shot=all(part.single_shot for part in parts),
     )
 

@@ -48,6 +48,7 @@ def _timing(item: DoneOut, worker_id: WorkerId) -> common_pb2.Timing:
         timing.handoff_bytes = item.stats.size_bytes
         timing.handoff_blocks = item.stats.blocks_moved
         timing.handoff_blocks_deduped = item.stats.blocks_deduped
+        timing.handoff_blocks_attached = item.stats.blocks_attached
     return timing
 
 

@@ -61,6 +61,8 @@ def test_tokens_are_the_single_workers(
         for p in prompts()
     ]
     assert [answer.token_ids[0] for answer in answers] == expected[count]
+    in_place = [answer.timing.handoff_blocks_attached for answer in answers if answer.timing]
+    assert max(in_place) > 0, "what was read in place is not in the answers"
     statuses = cluster.worker_statuses()
     assert {"attach"} in [set(status.planes.values()) for status in statuses]
     cluster.assert_no_blocks_in_use()

@@ -78,6 +78,14 @@ async def test_a_request_leaves_a_draining_worker_mid_stream(store_url: str) -> 
         assert (timing.mode, timing.migrations) == ("REMOTE", 1)
         assert timing.decode_worker == target.worker_id
         assert 0 < timing.migration_gap_us < timing.e2e_us
+        handoff = timing.handoff_bytes, timing.handoff_blocks, timing.handoff_blocks_attached
+        migration = (
+            timing.migration_bytes,
+            timing.migration_blocks,
+            timing.migration_blocks_attached,
+        )
+        assert handoff == migration == (4_000, 4, 2)
+        assert (timing.plane, timing.migration_plane, timing.migration_us) == ("memfd", "memfd", 50)
         assert len(hooks.gaps_s) == 1
         (job,) = target.jobs
         assert job.kind == "continue_from"
@@ -111,7 +119,12 @@ async def test_a_request_moves_back_when_the_drains_alternate(store_url: str) ->
         _drain(target)
         answer = await task
         assert answer.tokens() == reference(call)
-        assert answer.end.timing.migrations == 2
+        timing = answer.end.timing
+        assert (timing.migrations, timing.migration_bytes, timing.handoff_bytes) == (
+            2,
+            8_000,
+            4_000,
+        )
         assert len(source.jobs) == 2
 
 

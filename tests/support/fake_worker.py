@@ -353,7 +353,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             "reason": common_pb2.FINISH_REASON_LENGTH,
             "all_choices": True,
             "cached_tokens": self.cached_tokens,
-            "timing": common_pb2.Timing(prefill_us=100, decode_us=200, handoff_us=50),
+            "timing": TIMING,
             **fields,
         }
         done = worker_pb2.Done(
@@ -362,6 +362,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )  # fmt: skip
         job.ends.append(done)
         self.send(worker_pb2.WorkerFrame(done=[done]))
+
+
+# What a fake worker says of every leg; its peers do not tell a handoff from a migration either.
+TIMING = common_pb2.Timing(
+    prefill_us=100,
+    decode_us=200,
+    handoff_us=50,
+    handoff_bytes=4_000,
+    handoff_blocks=4,
+    handoff_blocks_attached=2,
+    plane=common_pb2.PLANE_MEMFD,
+)
 
 
 def prefill_worker(worker_id: str = "p0", **options: Any) -> FakeWorker:

@@ -43,3 +43,24 @@ def test_stages_are_listed_and_add_up() -> None:
 def test_local_answer_mentions_no_handoff() -> None:
     local = common_pb2.Timing(mode=common_pb2.MODE_LOCAL, decode_worker="decode-0")
     assert timing_lines(local, USAGE, show_all=False)[0] == "mode LOCAL · decode on decode-0"
+
+
+def test_says_what_was_read_in_place_and_what_a_migration_moved() -> None:
+    timing = common_pb2.Timing()
+    timing.CopyFrom(TIMING)
+    timing.plane = common_pb2.PLANE_ATTACH
+    timing.handoff_blocks, timing.handoff_bytes, timing.handoff_blocks_attached = 1, 1 << 20, 3
+    timing.migrations, timing.migration_blocks, timing.migration_bytes = 1, 5, 5 << 20
+    timing.migration_plane, timing.migration_us = common_pb2.PLANE_ZMQ, 2_000
+    where, _, *stages = timing_lines(timing, USAGE, show_all=True)
+    assert " · handoff 3 blocks read in place and 1 block, 1.0 MiB over attach, 3.5 ms" in where
+    assert where.endswith(" · migrated once, 5 blocks, 5.0 MiB over zmq")
+    assert any(line.split() == ["migration", "2.00", "ms"] for line in stages)
+
+
+def test_a_handoff_that_moved_nothing_is_told_too() -> None:
+    timing = common_pb2.Timing(
+        mode=common_pb2.MODE_REMOTE, plane=common_pb2.PLANE_ATTACH, handoff_blocks_attached=1
+    )
+    where = timing_lines(timing, USAGE, show_all=False)[0]
+    assert where == "mode REMOTE · handoff 1 block read in place, hidden under the prefill"

@@ -14,13 +14,13 @@ def total(timing: RequestTiming) -> int:
     """Sum the stages."""
     return (
         timing.router_us + timing.queue_prefill_us + timing.prefill_us + timing.handoff_us
-        + timing.queue_decode_us + timing.decode_us + timing.unattributed_us
+        + timing.queue_decode_us + timing.migration_us + timing.decode_us + timing.unattributed_us
     )  # fmt: skip
 
 
 @given(
     st.builds(Marks, st.floats(0, 100), Moment, Moment, Moment, Moment, Moment),
-    st.builds(StageTimes, Span, Span, Span, Span, Span),
+    st.builds(StageTimes, Span, Span, Span, Span, Span, migration_us=Span),
     st.floats(0, 100),
     st.booleans(),
 )
@@ -53,3 +53,22 @@ def test_without_a_decode_report_the_router_fills_in() -> None:
     marks = Marks(0.0, sent=0.0, first_token=0.1, continued=0.05, decode_token=0.12)
     timing = attribute(marks, StageTimes(prefill_us=100_000), 0.3, has_decode_report=False)
     assert (timing.handoff_us, timing.decode_us, timing.unattributed_us) == (20_000, 180_000, 0)
+
+
+def test_a_migration_is_kept_apart_from_the_handoff() -> None:
+    """Its transfer was reported as the request's handoff: the longer of the two won."""
+    handed_off = StageTimes(
+        handoff_us=5_000, handoff_bytes=400, plane="memfd", handoff_blocks=4,
+        handoff_blocks_deduped=1, handoff_blocks_attached=2, decode_us=100,
+    )  # fmt: skip
+    moved = StageTimes(
+        handoff_us=70_000, handoff_bytes=900, plane="zmq", handoff_blocks=9, decode_us=200
+    )
+    stages = handed_off.merged(moved.of_migration()).merged(moved.of_migration())
+    assert (stages.handoff_us, stages.handoff_bytes, stages.plane) == (5_000, 400, "memfd")
+    assert (stages.handoff_blocks, stages.handoff_blocks_attached) == (4, 2)
+    assert (stages.migration_us, stages.migration_bytes) == (140_000, 1_800)
+    assert (stages.migration_blocks, stages.migration_plane) == (18, "zmq")
+    marks = Marks(0.0, sent=0.0, first_token=0.1, continued=0.1, decode_token=0.12)
+    timing = attribute(marks, stages, 0.3, has_decode_report=True)
+    assert (timing.handoff_us, timing.migration_us) == (5_000, 140_000)
