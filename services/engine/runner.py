@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from services.common.ids import BlockId
 from services.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult
 from services.engine.sampler import BadLogits, is_plain_greedy, sample
 from services.kv.attached import AttachedKv
-from services.kv.block_table import MAX_POOLS
 from services.kv.digest import block_digests
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -48,8 +48,8 @@ class KvStore:
         self.kv_pool = (
             torch.zeros_like(self._host, device=device) if self._is_mirrored else self._host
         )
-        # Peers' pools by number, as tensors; a number may come to mean another pool.
-        self._attached: list[tuple[KvPoolMemory, torch.Tensor] | None] = [None] * (MAX_POOLS - 1)
+        # Peers' pools as tensors; one stays mapped only while a link or a request knows it too.
+        self._attached: WeakKeyDictionary[KvPoolMemory, Tensor] = WeakKeyDictionary()
 
     @property
     def layout(self) -> KvLayout:
@@ -93,13 +93,13 @@ class KvStore:
         return tuple(pools)
 
     def _tensor_of(self, kv: AttachedKv) -> Tensor:
-        held = self._attached[kv.pool_id - 1]
-        if held is not None and held[0] is kv.pool:
-            return held[1]
+        held = self._attached.get(kv.pool)
+        if held is not None:
+            return held
         if self._is_mirrored:
             raise ValueError("a pool on a device cannot be read beside one on the host")
         tensor = _read_only_view(kv.pool)
-        self._attached[kv.pool_id - 1] = (kv.pool, tensor)
+        self._attached[kv.pool] = tensor
         return tensor
 
 

@@ -148,6 +148,12 @@ def begin(cluster: Cluster) -> list[Stream]:
     return streams
 
 
+def num_pools_mapped(pid: int) -> int:
+    """Pools a worker has mapped, its own among them."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return len({line.split()[4] for line in maps.splitlines() if "memfd:isthmus-kv" in line})
+
+
 def finish(streams: list[Stream], expected: list[list[int]]) -> None:
     for stream in streams:
         stream.join(120)
@@ -162,6 +168,8 @@ def test_a_killed_prefill_worker_costs_no_token(held: Cluster, alone: list[list[
     os.kill(killed, signal.SIGKILL)
     finish(streams, alone)
     wait_for(lambda: held.pid_of("prefill") != killed, 30, "there is a new prefill worker")
+    decode = held.pid_of("decode")
+    wait_for(lambda: num_pools_mapped(decode) == 1, 30, "the pool of the one that is gone is too")
     held.assert_no_blocks_in_use()
 
 
