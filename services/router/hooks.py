@@ -93,7 +93,8 @@ class MetricsHooks(RouterHooks):
 
     def link_cut(self, worker_id: WorkerId, reason: str) -> None:
         """Count the cut by kind; the text of a reason is no label."""
-        kind = "silent" if reason.startswith("silent") else "broken"
+        kinds = {"silent": "silent", "the worker closed": "closed"}
+        kind = next((kind for text, kind in kinds.items() if reason.startswith(text)), "broken")
         self._metrics.add(catalog.LINK_CUTS, 1, reason=kind)
 
     def ended(self, summary: RequestSummary) -> None:

@@ -32,6 +32,7 @@ PROTO = 1
 _CLOSE_TIMEOUT_S = 0.1
 _PROBE_TIMEOUT_S = 0.2
 _FIRST_BACKOFF_S = 0.05
+_CLOSED = "the worker closed the stream"
 
 LinkCall = grpc.aio.StreamStreamCall[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
 
@@ -189,7 +190,7 @@ class WorkerLink:
         while True:
             try:
                 await self._session()
-                reason = "the worker closed the stream"
+                reason = _CLOSED
             except LinkBroken as error:
                 reason = str(error)
             except grpc.aio.AioRpcError as error:
@@ -206,7 +207,7 @@ class WorkerLink:
             if was_up:
                 backoff_s = 0.0
                 self._events.on_cut(self.info.worker_id, reason)
-                log.warning("router.link_cut", worker=self.info.worker_id, reason=reason)
+                self._tell_end(reason)
             self._set_status(LinkStatus.DOWN, reason)
             self._forget_pending()
             if was_up:
@@ -216,6 +217,12 @@ class WorkerLink:
                     self._declare_lost()
             await asyncio.sleep(backoff_s)
             backoff_s = min(max(_FIRST_BACKOFF_S, backoff_s * 2), self._config.max_backoff_s)
+
+    def _tell_end(self, reason: str) -> None:
+        if reason == _CLOSED and self._is_draining:  # as announced
+            log.info("router.link_closed", worker=self.info.worker_id)
+        else:
+            log.warning("router.link_cut", worker=self.info.worker_id, reason=reason)
 
     async def _session(self) -> None:
         """One stream from connect to break; raises the reason of the break."""

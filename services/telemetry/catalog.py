@@ -135,7 +135,10 @@ STORE_CALLS = Counter(
 STORE_CALL_TIME = Histogram("isthmus_store_call_seconds", "s", "One call to the store.", _FAST_S)
 DEGRADED = Gauge("isthmus_degraded", "0 or 1", "1 while the router decides without the store.")
 LINK_CUTS = Counter(
-    "isthmus_link_cuts_total", "links", "Links to workers that broke or were cut.", ("reason",)
+    "isthmus_link_cuts_total",
+    "links",
+    "Links to workers that ended: broken, silent (cut by the router) or closed by the worker.",
+    ("reason",),
 )
 
 # The front doors

@@ -174,8 +174,9 @@ class RingChange:
 class KeyWatch:
     """The key ring of one transfer end. `poll` belongs to its thread, the rest to any."""
 
-    def __init__(self, path: Path, ring: KeyRing, now: float) -> None:
+    def __init__(self, path: Path, ring: KeyRing, now: float, *, is_quiet: bool = False) -> None:
         self._path = path
+        self._is_quiet = is_quiet
         self._ring = ring
         self._next_look = now + CHECK_S
         self._signature = _signature(path)
@@ -186,16 +187,25 @@ class KeyWatch:
         self.file_errors = 0  # changes of the file that could not be read
 
     @classmethod
-    def open(cls, path: str | None, now: float) -> KeyWatch | None:
-        """Read the configured file; None if there is none to read."""
+    def open(cls, path: str | None, now: float, *, is_quiet: bool = False) -> KeyWatch | None:
+        """Read the configured file; None if there is none to read.
+
+        Args:
+            is_quiet: whether another end of this process tells what becomes of the file.
+        """
         if path is None:
             return None
-        return cls(Path(path), check_key_file(Path(path)), now)
+        return cls(Path(path), check_key_file(Path(path)), now, is_quiet=is_quiet)
 
     @property
     def ring(self) -> KeyRing:
         """The keys as they were read last."""
         return self._ring
+
+    @property
+    def is_rotating(self) -> bool:
+        """Whether peers may still prove another key than ours; a refusal then is in order."""
+        return len(self._ring.keys) > 1 or bool(self._retired)
 
     def poll(self, now: float) -> RingChange | None:
         """Look at the file now and then; return what is different.
@@ -253,7 +263,8 @@ class KeyWatch:
             return read_ring(self._path)
         except ConfigError as error:
             self.file_errors += 1
-            log.error("transfer.key_file_unusable", reason=str(error))
+            if not self._is_quiet:
+                log.error("transfer.key_file_unusable", reason=str(error))
             return self._ring
 
     def _compare(self, before: KeyRing, ended: tuple[bytes, ...], now: float) -> RingChange:
@@ -267,7 +278,7 @@ class KeyWatch:
         kept = {k: until for k, until in self._retired.items() if k not in (*ended, *new)}
         kept |= dict.fromkeys(change.retired, now + GRACE_S)
         self._retired = dict(list(kept.items())[-_MAX_RETIRED:])
-        if old != new:
+        if old != new and not self._is_quiet:
             log.info(
                 "transfer.keys_changed",
                 in_use=key_id(new[0]),

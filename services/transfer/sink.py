@@ -104,7 +104,11 @@ class TransferSink:
         self._stop_deadline: float | None = None
         self._has_backlog = False
         self._thread: threading.Thread | None = None
-        self._keys = keys = KeyWatch.open(config.curve_key_file, clock.now())
+        self._keys = keys = KeyWatch.open(
+            config.curve_key_file,
+            clock.now(),
+            is_quiet=True,  # the source tells
+        )
         base = peer_base(parts.worker_id, parts.incarnation)
         self._receives = ReceiveTable()
         self._intake = Intake(parts, self.counters, self._receives, self._apply)

@@ -315,7 +315,10 @@ class TransferSource:
             self._unbound_since = now
         for reason, count in self._router.take_refusals().items():
             self.counters.note_key_refusal(reason, count)
-            log.warning("transfer.key_refused", reason=reason, count=count)
+            # In a rotation peers find the right pair by trying, and only by that.
+            is_usual = self._keys.is_rotating and reason != "unknown"
+            tell = log.info if is_usual else log.warning
+            tell("transfer.key_refused", reason=reason, count=count)
 
     def _guarded(self, command: Callable[[], None]) -> None:
         try:

@@ -64,6 +64,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 HOUSEKEEPING_S = 0.1
 WARM_UP_TIMEOUT_S = 120.0
 STOP_THREADS_S = 3.0
+STOP_LINKS_S = 0.5
 # A role is a weight, not a program: the other kind of work is taken too, at a smaller share.
 ROLE_WEIGHTS = {"prefill": (1.0, 0.2), "decode": (0.2, 1.0)}
 
@@ -391,7 +392,12 @@ class _Worker:
         if self._parts is not None:
             await asyncio.to_thread(self._stop_threads, self._parts)
         if self._server is not None:
-            await self._server.stop(grace=0.5)
+            # No Link is taken from here on, and those that are up have this long to end.
+            stopping = asyncio.create_task(self._server.stop(grace=STOP_LINKS_S))
+            await asyncio.sleep(0)
+            if self._parts is not None:
+                self._parts.servicer.end_links()
+            await stopping
         if self._parts is not None:
             self._parts.memory.close()
 

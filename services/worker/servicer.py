@@ -49,6 +49,7 @@ class _Outbox:
         self._items: list[Outgoing] = []
         self._pong_ns = 0
         self.is_closed = False
+        self.is_ending = False
         self.wake = asyncio.Event()
 
     def send(self, items: Sequence[Outgoing]) -> None:
@@ -61,6 +62,11 @@ class _Outbox:
 
     def close(self) -> None:
         self.is_closed = True
+        self.wake.set()
+
+    def end(self) -> None:
+        """Have the writer close the stream behind what is waiting."""
+        self.is_ending = True
         self.wake.set()
 
     def take(self) -> list[Outgoing]:
@@ -80,6 +86,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._shell = shell
         self._status = status
         self._clock = clock
+        self._outboxes: set[_Outbox] = set()  # of the Links that are up
         self._drained = asyncio.Event()
 
     async def Link(
@@ -89,14 +96,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         attach = await self._first_frame(request_iterator, context)
         outbox = _Outbox()
         session, lost = self._shell.attach(attach, outbox.send)
+        self._outboxes.add(outbox)
         reader = asyncio.create_task(self._read(request_iterator, session, outbox))
         try:
             async for frame in self._frames(outbox, lost):
                 yield frame
         finally:
+            self._outboxes.discard(outbox)
             self._shell.detach(session, outbox.send)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    def end_links(self) -> None:
+        """Close every stream behind its last frame: routers are told, not cut off."""
+        for outbox in self._outboxes:
+            outbox.end()
 
     async def _first_frame(
         self, frames: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
@@ -150,14 +164,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
             if outbox.is_closed:
                 return
+            is_ending = outbox.is_ending
             seq += 1
             frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.take_pong())
             add_outputs(frame, outbox.take(), self._shell.identity.worker_id)
             now = self._clock.now()
-            if now - load_sent >= LOAD_INTERVAL_S:
+            if is_ending or now - load_sent >= LOAD_INTERVAL_S:
                 frame.load.CopyFrom(self._shell.load_message())
                 load_sent = now
             yield frame
+            if is_ending:
+                return
 
     async def Status(
         self,

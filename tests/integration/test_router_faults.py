@@ -19,6 +19,8 @@ from services.common.errors import RequestError
 from services.common.ids import Incarnation, WorkerId
 from services.registry.embedded import EmbeddedStore
 from services.router.config import LinkConfig, RouterConfig
+from services.router.hooks import MetricsHooks
+from services.telemetry.metrics import Metrics
 from tests.support.cluster import (
     Answer,
     Cluster,
@@ -462,3 +464,23 @@ async def test_nonsense_from_a_worker_ends_that_request_only(store_url: str, bad
         call = make_call()
         assert (await cluster.ask(call)).tokens() == reference(call)
         cluster.assert_clean()
+
+
+async def test_a_worker_that_leaves_as_announced_is_no_warning(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics.enabled()
+    async with running_cluster(
+        store_url, [prefill(), decoder("d0"), decoder("d1")], hooks=MetricsHooks(metrics)
+    ) as cluster:
+        worker = cluster["d0"]
+        worker.is_draining = True
+        worker.report()
+        await cluster.until_state("d0", "draining")
+        worker.is_leaving = True
+        with caplog.at_level("INFO", logger="services.router.link"):
+            worker.cut_links()
+            await eventually(lambda: "router.link_closed" in caplog.messages)
+        assert "router.link_cut" not in caplog.messages
+        assert 'isthmus_link_cuts_total{reason="closed"} 1.0' in metrics.render().decode()
+    metrics.shutdown()

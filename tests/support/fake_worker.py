@@ -87,6 +87,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.num_attaches = 0
         self.load = LoadReport(kv_free=1000, kv_total=1000)
         self.is_draining = False
+        self.is_leaving = False  # streams end as those of a worker that stops, not as broken ones
         self.refuse_with: str | None = None
         self.cached_tokens = 0
         self.forgets = False  # answers a resume with "lost"
@@ -203,7 +204,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._links.difference_update(tasks)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+        if not self.is_leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
 
     async def Status(
         self, request: worker_pb2.StatusRequest, context: object

@@ -154,6 +154,35 @@ def test_a_file_that_turns_bad_or_goes_changes_nothing(path: Path) -> None:
     assert keys.poll(4 * CHECK_S) == RingChange(added=(NEW.public,))
 
 
+def test_a_rotation_lasts_until_the_grace_of_the_retired_key_is_over(path: Path) -> None:
+    """Refusals are warnings again afterwards."""
+    keys = watch(path)
+    assert not keys.is_rotating
+    write_ring(path, KeyRing((OLD, NEW)))
+    keys.poll(CHECK_S)
+    assert keys.is_rotating
+    write_ring(path, KeyRing((NEW,)))
+    keys.poll(2 * CHECK_S)
+    assert keys.is_rotating
+    keys.poll(3 * CHECK_S + GRACE_S)
+    assert not keys.is_rotating
+
+
+def test_one_end_of_a_worker_tells_what_becomes_of_the_file(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both ends read it, and every change was in the log twice."""
+    told, quiet = watch(path), KeyWatch.open(str(path), 0.0, is_quiet=True)
+    assert quiet is not None
+    write_ring(path, KeyRing((OLD, NEW)))
+    with caplog.at_level("INFO"):
+        assert told.poll(CHECK_S) == quiet.poll(CHECK_S) == RingChange(added=(NEW.public,))
+        path.write_text("nonsense")
+        assert told.poll(2 * CHECK_S) is quiet.poll(2 * CHECK_S) is None
+    events = [record.message for record in caplog.records]
+    assert events == ["transfer.keys_changed", "transfer.key_file_unusable"]
+
+
 def test_keys_are_judged_by_the_ring_as_it_is_now(path: Path) -> None:
     keys = watch(path)
     assert [keys.judge(k.public) for k in (OLD, NEW)] == ["", "unknown"]

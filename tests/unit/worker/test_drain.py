@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from services.engine.api import EngineLoad
-from services.worker.servicer import StaticStatus, WorkerServicer
+from services.pb import common_pb2, worker_pb2
+from services.worker.servicer import PROTO_MAX, PROTO_MIN, StaticStatus, WorkerServicer
 from tests.support.shell_rig import ShellRig
 
 STATUS = StaticStatus("cpu", "test", "always", lambda: 0)
@@ -35,3 +37,24 @@ async def test_drain_ends_at_its_limit() -> None:
     assert not drain.done()
     rig.clock.advance(10.1)
     await asyncio.wait_for(drain, 1.0)
+
+
+async def test_links_are_ended_behind_their_last_frame_which_says_that_it_drains() -> None:
+    """The server used to cut them off, and both sides logged a fault."""
+    rig = ShellRig().start()
+    servicer = WorkerServicer(rig.shell, STATUS, rig.clock)
+
+    async def frames() -> AsyncIterator[worker_pb2.RouterFrame]:
+        yield worker_pb2.RouterFrame(
+            attach=worker_pb2.Attach(
+                router_id="r", router_incarnation=9, proto_min=PROTO_MIN, proto_max=PROTO_MAX
+            )
+        )
+        await asyncio.Event().wait()
+
+    link = servicer.Link(frames(), None)  # type: ignore[arg-type]  # only a fault needs the context
+    assert (await anext(link)).HasField("welcome")
+    await servicer.drain(1.0)
+    servicer.end_links()
+    rest = [frame async for frame in link]
+    assert rest[-1].load.state == common_pb2.WORKER_STATE_DRAINING
