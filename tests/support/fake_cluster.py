@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from concurrent import futures
 from pathlib import Path
@@ -29,8 +28,8 @@ START_TIMEOUT_S = 20.0
 
 def serve(word: str, port: int, log: str) -> int:
     """Be one fake process."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signalled: list[int] = []  # no Event: its lock, taken in wait, would be taken again here
+    signal.signal(signal.SIGTERM, lambda number, _: signalled.append(number))
     if word.startswith("exit-"):
         print("about to fail", flush=True)
         return int(word.removeprefix("exit-"))
@@ -43,8 +42,8 @@ def serve(word: str, port: int, log: str) -> int:
     )
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
-    while not stop.wait(0.05):
-        pass
+    while not signalled:
+        time.sleep(0.05)
     if word == "slow-stop":
         time.sleep(60)
     with Path(log).open("a") as file:
