@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
-from ctypes import c_int64, c_long, c_void_p
+from ctypes import c_int64, c_void_p
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +34,21 @@ class _Plan(ctypes.Structure):
     ]
 
 
+class _Pieces(ctypes.Structure):
+    """`pool_pieces` of the library."""
+
+    _fields_: ClassVar[Any] = [
+        ("base", c_void_p),
+        ("block_stride", c_int64),
+        ("piece_stride", c_int64),
+        ("num_pieces", c_int64),
+        ("piece_bytes", c_int64),
+    ]
+
+
+_POINTER = ctypes.POINTER(_Pieces)
+
+
 class DigestPlan:
     """How the digests of a block `[layers][2][heads][run_bytes]` lie: heads, then layer groups."""
 
@@ -54,8 +70,11 @@ class KvBlocks:
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._pull = handle.isthmus_pull_blocks
-        self._pull.argtypes = (*[c_void_p] * 3, c_long, c_long, *[c_void_p] * 4)
+        self._pull.argtypes = (_POINTER, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)
         self._pull.restype = None
+        self._gather = handle.isthmus_gather_blocks
+        self._gather.argtypes = (_POINTER, c_void_p, c_int64, c_void_p)
+        self._gather.restype = None
         self._digests = handle.isthmus_block_digests
         self._digests.argtypes = (ctypes.POINTER(_Plan), c_void_p, c_void_p)
         self._digests.restype = None
@@ -81,27 +100,29 @@ class KvBlocks:
         """Copy blocks; True for those whose generation was the wanted one and even throughout.
 
         Args:
-            source: the peer's blocks `[num_blocks, block_bytes]` and generations `[num_blocks]`.
-            dest: `[num_blocks, block_bytes]`.
+            source: the peer's blocks in pieces, `[num_blocks, num_pieces, piece_bytes]`, by any
+                strides of the first two, and generations `[num_blocks]`.
+            dest: `[num_blocks, num_pieces * piece_bytes]`.
 
         Raises:
             ValueError: shapes do not fit together, or a row is outside its pool.
         """
-        blocks, gens = source
+        pieces, gens = source
         count = len(source_rows)
-        _check(blocks, dest, gens)
+        _check(pieces, dest)
+        if not (gens.flags.c_contiguous and len(gens) == len(pieces)):
+            raise ValueError("as many generations as blocks are needed, in a row")
         if not (len(wanted_gens) == len(dest_rows) == count):
             raise ValueError("as many rows and generations on both sides are needed")
         if count == 0:
             return np.empty(0, bool)
-        _check_rows(source_rows, len(blocks))
+        _check_rows(source_rows, len(pieces))
         _check_rows(dest_rows, len(dest))
         good = np.empty(count, np.uint8)
         self._pull(
-            blocks.ctypes.data,
+            _structure(pieces),
             gens.ctypes.data,
             dest.ctypes.data,
-            blocks.shape[1],
             count,
             np.ascontiguousarray(source_rows).ctypes.data,
             np.ascontiguousarray(dest_rows).ctypes.data,
@@ -110,13 +131,39 @@ class KvBlocks:
         )
         return good.view(bool)
 
+    def gather(
+        self,
+        pieces: npt.NDArray[np.uint8],
+        rows: npt.NDArray[np.int64],
+        dest: npt.NDArray[np.uint8],
+    ) -> None:
+        """Copy blocks that nobody writes, given in pieces, into `[len(rows), block_bytes]`.
 
-def _check(
-    blocks: npt.NDArray[np.uint8], dest: npt.NDArray[np.uint8], gens: npt.NDArray[np.uint64]
-) -> None:
-    is_whole = all(array.flags.c_contiguous for array in (blocks, dest, gens))
-    fits = blocks.ndim == dest.ndim == 2 and blocks.shape[1] == dest.shape[1]
-    if not (is_whole and fits and len(gens) == len(blocks) and dest.flags.writeable):
+        Raises:
+            ValueError: shapes do not fit together, or a row is outside its pool.
+        """
+        _check(pieces, dest)
+        if len(dest) != len(rows):
+            raise ValueError("as many rows on both sides are needed")
+        if len(rows):
+            _check_rows(rows, len(pieces))
+            at = np.ascontiguousarray(rows)
+            self._gather(_structure(pieces), dest.ctypes.data, len(at), at.ctypes.data)
+
+
+def _structure(pieces: npt.NDArray[np.uint8]) -> _Pieces:
+    _, num_pieces, piece_bytes = pieces.shape
+    block_stride, piece_stride, _ = pieces.strides
+    if piece_stride == piece_bytes:  # they lie side by side: one
+        num_pieces, piece_bytes = 1, num_pieces * piece_bytes
+    return _Pieces(pieces.ctypes.data, block_stride, piece_stride, num_pieces, piece_bytes)
+
+
+def _check(pieces: npt.NDArray[np.uint8], dest: npt.NDArray[np.uint8]) -> None:
+    fits = pieces.ndim == 3 and dest.ndim == 2 and math.prod(pieces.shape[1:]) == dest.shape[1]
+    # An array's own strides stay inside its memory, so no more is asked of them.
+    is_whole = fits and pieces.strides[2] == 1 and dest.flags.c_contiguous
+    if not (is_whole and dest.flags.writeable):
         raise ValueError("the pools do not fit together")
 
 

@@ -17,6 +17,7 @@ from services.chaos.sim_world import PLAIN, Bytes, Violation, Worker, World, ref
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockId
 from services.kv import block_copy
+from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec
@@ -135,6 +136,11 @@ class _BusyPool:
         """The blocks, a moment after they were looked at."""
         self._work()
         return self._memory.blocks
+
+    def pieces(self, part: KvLayout | None = None) -> Bytes:
+        """Return them in pieces, a moment after they were looked at."""
+        self._work()
+        return self._memory.pieces(part)
 
 
 class DecodeWorker(Worker):
@@ -794,10 +800,11 @@ def _copy_blocks(
     gens: Sequence[int],
     dest: Bytes,
     dest_blocks: Sequence[int],
+    part: KvLayout | None = None,
 ) -> list[bool]:
     """Copy by the path that a busy owner can interrupt: one native call cannot be."""
     rows, wanted = np.array(source_blocks, np.int64), np.array(gens, np.uint64)
-    return block_copy.pull_with_numpy(source, rows, wanted, dest, dest_blocks)
+    return block_copy.pull_with_numpy(source, rows, wanted, dest, dest_blocks, part)
 
 
 def _taker(data: bytes) -> Callable[[Bytes], bool]:

@@ -7,17 +7,35 @@ looks at an even generation that did not change is what the generation stands fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.cpu import kv_blocks
+from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 
 # (peer's pool, its blocks, their generations, our blocks, rows of them) -> which were stable
 CopyBlocks = Callable[
     [KvPoolMemory, Sequence[int], Sequence[int], npt.NDArray[np.uint8], Sequence[int]], list[bool]
 ]
+
+
+class CopyParts(Protocol):
+    """Does the same, or copies only a part of each block."""
+
+    def __call__(
+        self,
+        source: KvPoolMemory,
+        source_blocks: Sequence[int],
+        gens: Sequence[int],
+        dest: npt.NDArray[np.uint8],
+        dest_blocks: Sequence[int],
+        part: KvLayout | None = None,
+    ) -> list[bool]:
+        """Copy layers and heads `part` of each block, or all of it."""
+        ...
 
 
 def are_stable(
@@ -34,21 +52,23 @@ def pull_blocks(
     gens: Sequence[int],
     dest: npt.NDArray[np.uint8],
     dest_blocks: Sequence[int],
+    part: KvLayout | None = None,
 ) -> list[bool]:
     """Copy blocks; True for those whose generation was the one in `gens`, even, before and after.
 
     Args:
         dest: `[num_blocks, block_bytes]`, a pool; `dest_blocks` are rows of it.
+        part: layers and heads to copy of each; `dest` is as wide as that.
     """
     rows = np.array(source_blocks, dtype=np.int64)
     wanted = np.array(gens, dtype=np.uint64)
     library, _ = kv_blocks.available()
     if library is not None:
-        pool = (source.blocks, source.gens)
+        pool = (source.pieces(part), source.gens)
         to = np.array(dest_blocks, dtype=np.int64)
         good: list[bool] = library.pull(pool, rows, wanted, dest, to).tolist()
         return good
-    return pull_with_numpy(source, rows, wanted, dest, dest_blocks)
+    return pull_with_numpy(source, rows, wanted, dest, dest_blocks, part)
 
 
 def pull_with_numpy(
@@ -57,6 +77,7 @@ def pull_with_numpy(
     wanted: npt.NDArray[np.uint64],
     dest: npt.NDArray[np.uint8],
     dest_blocks: Sequence[int],
+    part: KvLayout | None = None,
 ) -> list[bool]:
     """Do the same without a compiler.
 
@@ -66,9 +87,25 @@ def pull_with_numpy(
     before = are_stable(source, rows, wanted)
     for start, stop in runs(before.tolist(), source_blocks, dest_blocks):
         at, to, count = source_blocks[start], dest_blocks[start], stop - start
-        np.copyto(dest[to : to + count], source.blocks[at : at + count])
+        pieces = source.pieces(part)[at : at + count]
+        np.copyto(dest[to : to + count], pieces.reshape(count, -1))
     good: list[bool] = (before & are_stable(source, rows, wanted)).tolist()
     return good
+
+
+def read_blocks(memory: KvPoolMemory, blocks: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+    """Return whole blocks of our own that nobody writes: views, or copies if they lie in pieces."""
+    if not memory.layout.is_layer_major:
+        return [memory.blocks[block] for block in blocks]
+    found = np.empty((len(blocks), memory.layout.block_bytes), np.uint8)
+    pieces, rows = memory.pieces(), np.array(blocks, np.int64)
+    library, _ = kv_blocks.available()
+    if library is not None:
+        library.gather(pieces, rows, found)
+    else:
+        for at, block in enumerate(blocks):
+            np.copyto(found[at].reshape(pieces.shape[1:]), pieces[block])
+    return list(found)
 
 
 def runs(

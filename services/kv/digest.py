@@ -45,8 +45,8 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
 @functools.lru_cache(maxsize=64)
 def _plan(layout: KvLayout) -> kv_blocks.DigestPlan | None:
     """Return how the library digests blocks of this layout, if it can."""
-    if layout.block_bytes != layout.data_bytes:
-        return None  # with scales behind the values
+    if layout.has_scales:
+        return None  # scales behind the values
     run_bytes = layout.block_size * layout.head_dim * layout.itemsize
     groups = layout.layer_groups
     bounds = [lo - layout.first_layer for lo, _ in groups]
@@ -89,6 +89,6 @@ def _parts(layout: KvLayout, block: npt.NDArray[np.uint8]) -> list[npt.NDArray[n
         raise ValueError(f"a block has {layout.block_bytes} bytes, not {block.nbytes}")
     shape = layout.block_shape[:4]
     values = block[: layout.data_bytes].reshape(*shape, layout.head_dim * layout.itemsize)
-    if layout.block_bytes == layout.data_bytes:
+    if not layout.has_scales:
         return [values]
     return [values, block[layout.data_bytes :].reshape(*shape, SCALE_BYTES)]

@@ -11,6 +11,7 @@ BLOCK_TOKENS = 16  # the hash chain is always at this granularity
 DIGEST_LAYER_GROUPS = 4  # digests per (block, KV head, layer quarter)
 
 _MAX_DIM = 4096
+BLOCK_MAJOR, LAYER_MAJOR = "LKHTD", "LKNHTD"  # how blocks lie in a pool; see KvLayout
 MAX_BLOCK_TOKENS = 128  # a larger block is refused: one frame would be hundreds of MiB
 SCALE_BYTES = 2  # float16, one per (layer, K or V, head, token) of an int8 block
 
@@ -30,8 +31,10 @@ class KvLayout:
     """Geometry of one pool block: `[num_layers][2 (K, V)][num_kv_heads][block_size][head_dim]`.
 
     Tag "LKHTD", block-major: a pool is `[num_blocks, block_bytes]`; int8 values are followed by
-    their scales, float16 `[num_layers][2][num_kv_heads][block_size]`. Layouts may differ between
-    peers and be converted; identities (KvIdentity) may not.
+    their scales, float16 `[num_layers][2][num_kv_heads][block_size]`. Tag "LKNHTD", layer-major: a
+    pool is `[num_layers][2][num_blocks]` pieces of a block, which outside the pool is the same
+    bytes as the other; never int8. Layouts may differ between peers and be converted; identities
+    (KvIdentity) may not.
 
     A pool may hold a shard: layers from `first_layer` and heads from `first_head` on, of a model
     with `model_layers` and `model_heads` (0 = the shard is the whole).
@@ -42,7 +45,7 @@ class KvLayout:
     head_dim: int
     kv_dtype: str = "float32"
     block_size: int = BLOCK_TOKENS
-    tag: str = "LKHTD"
+    tag: str = BLOCK_MAJOR
     first_layer: int = 0
     first_head: int = 0
     model_layers: int = 0
@@ -64,10 +67,20 @@ class KvLayout:
         return self.num_rows * self.head_dim * self.itemsize
 
     @property
+    def has_scales(self) -> bool:
+        """Whether scales follow the elements of a block."""
+        return self.kv_dtype == "int8"
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block, scales included."""
-        scales = SCALE_BYTES * self.num_rows if self.kv_dtype == "int8" else 0
+        scales = SCALE_BYTES * self.num_rows if self.has_scales else 0
         return self.data_bytes + scales
+
+    @property
+    def is_layer_major(self) -> bool:
+        """Whether a block's pieces lie apart in the pool."""
+        return self.tag == LAYER_MAJOR
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -112,7 +125,7 @@ class KvLayout:
         return -(-num_tokens // self.block_size)
 
     def part(self, layers: tuple[int, int], heads: tuple[int, int]) -> KvLayout:
-        """Return the layout of a part, its ranges in the model's numbers."""
+        """Return the layout of a part outside its pool, its ranges in the model's numbers."""
         # Every OPEN asks for this several times; dataclasses.replace takes four times as long.
         return KvLayout(
             layers[1] - layers[0],
@@ -120,7 +133,7 @@ class KvLayout:
             self.head_dim,
             self.kv_dtype,
             self.block_size,
-            self.tag,
+            BLOCK_MAJOR,
             layers[0],
             heads[0],
             self.total_layers,
@@ -128,13 +141,17 @@ class KvLayout:
         )
 
     def is_same(self, other: KvLayout) -> bool:
-        """Tell whether blocks of both are alike byte for byte."""
+        """Tell whether blocks of both, outside their pools, are alike byte for byte."""
         return self.part(self.layers, self.heads) == other.part(other.layers, other.heads)
 
     def problem(self) -> str | None:
         """Say what is wrong with numbers that came from elsewhere, or None."""
         if self.kv_dtype not in KV_DTYPES:
             return f"kv_dtype {self.kv_dtype!r} is not known"
+        if self.tag not in (BLOCK_MAJOR, LAYER_MAJOR):
+            return f"tag {self.tag!r} is not known"
+        if self.is_layer_major and self.has_scales:
+            return "layer-major blocks with scales are not known"
         if self.block_size % BLOCK_TOKENS or not 0 < self.block_size <= MAX_BLOCK_TOKENS:
             return f"block_size {self.block_size} is no multiple of {BLOCK_TOKENS} in bounds"
         for name, (lo, hi), total in (

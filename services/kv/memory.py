@@ -2,7 +2,8 @@
 
 Bytes, in order: a header that names the geometry, 64 bytes of nonce, `gens u64[num_blocks]`,
 `digests u64[num_blocks, digests_per_block]`, padding, and from the next 2 MiB boundary the
-blocks `[num_blocks, block_bytes]`.
+blocks: `[num_blocks, block_bytes]`, or `[num_layers * 2, num_blocks, piece]` where the layout is
+layer-major.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from kernels.cpu import kv_blocks
 from services.kv.layout import KvLayout
 
 NONCE_BYTES = 64
-_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, digests a block, blocks, block bytes, offset
+# magic, version, digests a block, blocks, block bytes, offset of the first, stride of the pieces
+# of a layer-major block (0 in a block-major pool: its header is that of older versions)
+_HEADER = struct.Struct("<8sIIQQQQ")
 _HEADER_BYTES = 64
 _MAGIC = b"isthmkv\0"
 _VERSION = 1
@@ -43,6 +46,9 @@ class _Plan:
 def _plan(layout: KvLayout, num_blocks: int) -> _Plan:
     if num_blocks < 1:
         raise ValueError("a pool needs at least one block")
+    why = layout.problem()
+    if why is not None:
+        raise ValueError(f"a pool cannot have this layout: {why}")
     gens_at = _HEADER_BYTES + NONCE_BYTES
     digests_at = gens_at + 8 * num_blocks
     control_bytes = digests_at + 8 * num_blocks * layout.digests_per_block
@@ -60,7 +66,6 @@ class KvPoolMemory:
     The mapping lives as long as any view or array made from one: `close` drops ours.
 
     Attributes:
-        blocks: `[num_blocks, block_bytes]` uint8.
         gens: `[num_blocks]` uint64, one generation a block.
         digests: `[num_blocks, digests_per_block]` uint64.
         nonce: `[64]` uint8, free for the handshake.
@@ -84,9 +89,15 @@ class KvPoolMemory:
             .reshape(num_blocks, layout.digests_per_block)
         )
         blocks_end = plan.blocks_at + num_blocks * layout.block_bytes
-        self.blocks: npt.NDArray[np.uint8] = raw[plan.blocks_at : blocks_end].reshape(
-            num_blocks, layout.block_bytes
-        )
+        content = raw[plan.blocks_at : blocks_end]
+        self._blocks: npt.NDArray[np.uint8] | None = None
+        if layout.is_layer_major:
+            by_piece = content.reshape(layout.num_layers * 2, num_blocks, -1)
+            self._pieces: npt.NDArray[np.uint8] = by_piece.transpose(1, 0, 2)
+        else:
+            self._blocks = content.reshape(num_blocks, layout.block_bytes)
+            values = self._blocks[:, : layout.data_bytes]
+            self._pieces = values.reshape(num_blocks, layout.num_layers * 2, -1)
 
     @classmethod
     def create(cls, layout: KvLayout, num_blocks: int, *, kind: str = "memfd") -> Self:
@@ -146,13 +157,41 @@ class KvPoolMemory:
             raise ValueError("the peer's pool does not have the geometry its layout says")
         return cls(layout, num_blocks, mapping, None)
 
+    @property
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """`[num_blocks, block_bytes]`; ValueError of a layer-major pool, which has none whole."""
+        if self._blocks is None:
+            raise ValueError("the blocks of a layer-major pool lie in pieces")
+        return self._blocks
+
+    def pieces(self, part: KvLayout | None = None) -> npt.NDArray[np.uint8]:
+        """View all blocks as `[num_blocks, num_pieces, piece_bytes]`, which make up each in order.
+
+        Args:
+            part: layers and heads of each block; None = all of it.
+        """
+        layout = self.layout
+        if part is None:
+            return self._pieces if self._blocks is None else self._blocks[:, None]
+        if layout.has_scales or (part.kv_dtype, part.block_size) != (
+            layout.kv_dtype,
+            layout.block_size,
+        ):
+            raise ValueError(f"{part} is no part of {layout} in pieces")
+        head_bytes = layout.data_bytes // (layout.num_layers * 2 * layout.num_kv_heads)
+        layers = _inside(part.layers, layout.layers, 2)
+        return self._pieces[:, layers, _inside(part.heads, layout.heads, head_bytes)]
+
     def close(self) -> None:
         """Drop the views and the descriptor; idempotent. Other views keep the mapping alive."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
         empty = np.empty(0, dtype=np.uint8)
-        self.nonce, self.blocks = empty, empty.reshape(0, self.layout.block_bytes)
+        self.nonce = empty
+        self._pieces = empty.reshape(0, 1, 0)
+        if self._blocks is not None:
+            self._blocks = empty.reshape(0, self.layout.block_bytes)
         self.gens = np.empty(0, dtype=np.uint64)
         self.digests = np.empty((0, self.layout.digests_per_block), dtype=np.uint64)
 
@@ -161,6 +200,12 @@ class KvPoolMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _inside(wanted: tuple[int, int], held: tuple[int, int], unit: int) -> slice:
+    if not held[0] <= wanted[0] < wanted[1] <= held[1]:
+        raise ValueError(f"{wanted} is not inside {held}")
+    return slice((wanted[0] - held[0]) * unit, (wanted[1] - held[0]) * unit)
 
 
 def _advise_huge_pages(mapping: mmap.mmap) -> None:
@@ -177,6 +222,7 @@ def _header(layout: KvLayout, num_blocks: int, plan: _Plan) -> bytes:
         num_blocks,
         layout.block_bytes,
         plan.blocks_at,
+        num_blocks * layout.block_bytes // (layout.num_layers * 2) if layout.is_layer_major else 0,
     )
 
 

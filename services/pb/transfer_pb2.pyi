@@ -161,7 +161,7 @@ class KvLayout(_message.Message):
     kv_dtype: _builtins.str
     scale_format: _builtins.str
     layout_tag: _builtins.str
-    """"LKHTD" """
+    """"LKHTD" block-major, "LKNHTD" layer-major"""
     num_layers: _builtins.int
     """of the model"""
     num_kv_heads: _builtins.int

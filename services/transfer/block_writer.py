@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from services.common.ids import BlockId
-from services.kv.block_copy import CopyBlocks, are_stable, pull_blocks
+from services.kv.block_copy import CopyBlocks, CopyParts, are_stable, pull_blocks
 from services.kv.block_table import MAX_POOL_BLOCKS
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
@@ -30,7 +30,7 @@ class BlockWriter:
         memory: KvPoolMemory,
         layout: KvLayout,
         digest_sampling: int,
-        copy: CopyBlocks = pull_blocks,
+        copy: CopyParts = pull_blocks,
     ) -> None:
         self._memory = memory
         self._layout = layout
@@ -163,7 +163,7 @@ class BlockWriter:
         if pull.source_block >= pool.num_blocks:
             return BAD_GENERATION
         if copy is None:
-            is_stable = conversion.pull(pool, pull.source_block, pull.gen)
+            is_stable = conversion.pull(pool, pull.source_block, pull.gen, self._copy)
         else:
             is_stable = conversion.pull_by(pool, pull.source_block, pull.gen, copy)
         if not is_stable:

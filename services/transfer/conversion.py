@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.kv.block_copy import CopyBlocks
+from services.kv.block_copy import CopyBlocks, CopyParts
 from services.kv.convert import Bytes, Part, convert_part
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
@@ -52,12 +52,12 @@ class Conversion:
         """Tell whether DATA brings digests of its own: those announced are of other bytes."""
         return self.wire.kv_dtype != self._peer.kv_dtype
 
-    def pull(self, pool: KvPoolMemory, source_block: int, gen: int) -> bool:
+    def pull(self, pool: KvPoolMemory, source_block: int, gen: int, copy: CopyParts) -> bool:
         """Copy the part out of a mapped pool; True only if it was stable meanwhile."""
-        if gen % 2 or int(pool.gens[source_block]) != gen:
-            return False
-        self._cut(pool.blocks[source_block])
-        return int(pool.gens[source_block]) == gen
+        if self._peer.has_scales:  # those of a part are not pieces of the same length
+            return self.pull_by(pool, source_block, gen, copy)
+        (is_good,) = copy(pool, [source_block], [gen], self.frame[None], [0], self.wire)
+        return is_good
 
     def pull_by(self, pool: KvPoolMemory, source_block: int, gen: int, copy: CopyBlocks) -> bool:
         """Do the same where `copy` has to bring the whole block here first."""

@@ -13,13 +13,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
-from services.kv.block_copy import CopyBlocks, pull_blocks
+from services.kv.block_copy import CopyParts, pull_blocks
+from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer import fault_script as faults
 from services.transfer.config import TransferConfig
@@ -52,7 +54,7 @@ def open_bell(bell: Doorbell, dealer: DealerLink) -> Doorbell:
     return FaultyDoorbell(bell, dealer) if isinstance(dealer, FaultyDealer) else bell
 
 
-def open_copier(config: TransferConfig) -> CopyBlocks:
+def open_copier(config: TransferConfig) -> CopyParts:
     """Return what copies blocks out of a mapped pool; with a script, through its faults."""
     if config.fault_deck is None:
         return pull_blocks
@@ -307,24 +309,27 @@ class FaultyCopier:
         gens: Sequence[int],
         dest: npt.NDArray[np.uint8],
         dest_blocks: Sequence[int],
+        part: KvLayout | None = None,
     ) -> list[bool]:
         """Copy like `pull_blocks`; block by block, as each may have a fault of its own."""
         rows = zip(source_blocks, gens, dest_blocks, strict=True)
-        return [self._copy(source, block, gen, dest, to) for block, gen, to in rows]
 
-    def _copy(
-        self, source: KvPoolMemory, block: int, gen: int, dest: npt.NDArray[np.uint8], to: int
-    ) -> bool:
+        def copy(block: int, gen: int, to: int) -> bool:
+            return pull_blocks(source, [block], [gen], dest, [to], part)[0]
+
+        return [self._spoil(partial(copy, block, gen, to), dest[to]) for block, gen, to in rows]
+
+    def _spoil(self, copy: Callable[[], bool], dest: npt.NDArray[np.uint8]) -> bool:
         kind, script = self._dice.draw(), self._dice.script
         if kind in (faults.DROP, faults.DISCONNECT):
             return False  # what a moved generation looks like
         if kind in (faults.DELAY, faults.STALL):
             time.sleep(script.stall_s if kind == faults.STALL else script.delay_s)
-        (is_good,) = pull_blocks(source, [block], [gen], dest, [to])
+        is_good = copy()
         if kind == faults.DUPLICATE:
-            (is_good,) = pull_blocks(source, [block], [gen], dest, [to])
+            is_good = copy()
         elif kind == faults.TRUNCATE:
-            dest[to, dest.shape[1] // 2 :] = 0
+            dest[dest.size // 2 :] = 0
         elif kind in (faults.CORRUPT_HEADER, faults.CORRUPT_BODY, faults.CORRUPT_PAYLOAD):
-            dest[to] = np.frombuffer(self._dice.flip_bit(dest[to].tobytes()), np.uint8)
+            dest[:] = np.frombuffer(self._dice.flip_bit(dest.tobytes()), np.uint8)
         return is_good

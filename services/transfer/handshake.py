@@ -17,7 +17,7 @@ from services.kv.layout import KvIdentity, KvLayout, first_mismatch
 from services.pb import transfer_pb2 as pb
 from services.transfer.codec import clip, parse, plane_name, plane_number, reject_body
 from services.transfer.pairing import AS_STORED, mismatch
-from services.transfer.planes import PLANES_BEST_FIRST
+from services.transfer.planes import PLANES_BEST_FIRST, WHOLE_BLOCK_PLANES
 from services.transfer.values import RejectCode
 from services.transfer.wire import MessageType, WireError
 
@@ -154,7 +154,7 @@ def read_welcome(end: LocalEnd, body: bytes) -> Welcome:
         raise Incompatible("kv_layout", why, "")
     _check_wire_dtype(end, detail)
     plane = plane_name(message.plane)
-    if plane not in end.planes:
+    if plane not in end.planes or (layout.is_layer_major and plane in WHOLE_BLOCK_PLANES):
         raise Incompatible("planes", ",".join(end.planes), plane)
     if not 0 < message.num_blocks < _MAX_POOL_BLOCKS or len(message.nonce) > _MAX_FIELD:
         raise WireError("welcome")
@@ -195,6 +195,8 @@ def _choose_plane(end: LocalEnd, detail: pb.PeerDetail) -> str:
 
 def _is_possible(plane: str, end: LocalEnd, detail: pb.PeerDetail) -> bool:
     """Tell whether a plane both allow can carry KV from this pool to that peer."""
+    if end.layout.is_layer_major and plane in WHOLE_BLOCK_PLANES:
+        return False
     same_host = (detail.host_id, detail.uid) == (end.host_id, end.uid) and bool(end.uds_path)
     if plane == "attach":  # what is read in place cannot be converted
         is_alike = end.device == detail.device == "cpu" and _has_layout(detail, end.layout)

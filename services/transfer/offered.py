@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.kv.block_copy import read_blocks
 from services.kv.digest import block_digests, digest_columns, tail_digest
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
@@ -67,7 +68,7 @@ class Offered:
 
     def frames(self, out: DataOut) -> tuple[list[Block], U64Array | None]:
         """Return the payload of a DATA message, and its digests where it was converted."""
-        blocks = [self.memory.blocks[block_id] for block_id in out.block_ids]
+        blocks = read_blocks(self.memory, out.block_ids)
         layout, wire = self.memory.layout, self.machine.wire
         if wire is None:
             return blocks, None
@@ -178,7 +179,8 @@ class Offered:
         has_tail = info.tail_block is not None
         digest = final.tail_digest
         if info.tail_block is not None and self.machine.wire is not None:
-            digest = self._tail_digest(self.memory.blocks[info.tail_block], self.machine.wire)
+            (block,) = read_blocks(self.memory, [info.tail_block])
+            digest = self._tail_digest(block, self.machine.wire)
         return FinalArgs(
             first=info.first,
             num_tokens=info.num_tokens,

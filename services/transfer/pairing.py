@@ -32,7 +32,9 @@ def mismatch(prefill: KvLayout, decode: KvLayout) -> str | None:
 
 
 def _difference(prefill: KvLayout, decode: KvLayout) -> str | None:
-    for name in ("tag", "head_dim", "total_layers", "total_heads"):
+    if decode.is_layer_major:
+        return "decode cannot write to a layer-major pool"
+    for name in ("head_dim", "total_layers", "total_heads"):
         if getattr(prefill, name) != getattr(decode, name):
             return f"{name} differs"
     if _overlap(prefill.layers, decode.layers) is None:

@@ -9,6 +9,8 @@ DEFAULT_PLANES = ("memfd", "zmq")
 MAPPED_PLANES = frozenset({"attach", "memfd", "cuda_ipc"})
 POOL_FD_PLANES = frozenset({"attach", "memfd"})  # the pool's descriptor is handed over
 HANDED_PLANES = POOL_FD_PLANES | {"cuda_ipc"}  # over the pool's socket, which then is a doorbell
+# Blocks are used where they are, or copied by a device: they have to be whole in the pool.
+WHOLE_BLOCK_PLANES = frozenset({"attach", "cuda_ipc"})
 SENT_PLANES = frozenset({"nccl", "zmq"})  # prefill sends frames as far as credit allows
 FAULT_PLANE = "fault"  # of tests: wraps whichever of the others is agreed; never negotiated
 

@@ -20,6 +20,7 @@ import numpy as np
 from services.common.address import join_host_port
 from services.common.errors import RequestError
 from services.common.ids import BlockId
+from services.kv.block_copy import read_blocks
 from services.kv.digest import tail_digest
 from services.kv.layout import BLOCK_TOKENS, KvLayout
 from services.pb import transfer_pb2 as pb
@@ -429,7 +430,7 @@ class TransferSource:
                 gen = int(self._memory.gens[final.tail_block])
                 if gen % 2:
                     raise ValueError("the tail was announced before it was frozen")
-                block = self._memory.blocks[final.tail_block]
+                (block,) = read_blocks(self._memory, [final.tail_block])
                 digest = tail_digest(self._layout, block, final.tail_valid_tokens)
             actions = offered.machine.on_prefill_finished(FinalBlocks(final, gen, digest))
         except ValueError as error:

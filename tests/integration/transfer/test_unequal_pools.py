@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from services.kv.convert import (
     whole,
 )
 from services.kv.digest import block_digests
-from services.kv.layout import KvLayout
+from services.kv.layout import LAYER_MAJOR, KvLayout
 from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SinkReady, SinkReleased
 from services.transfer.config import TransferConfig
 from services.transfer.pairing import mismatch
@@ -67,8 +68,10 @@ def offer_prompt(end: PrefillEnd, key: str, kv: np.ndarray) -> tuple[bytes, Offe
     for start in range(0, num_tokens, layout.block_size):
         block = end.free.pop()
         memory.gens[block] += 1
-        put(layout, memory.blocks[block], kv, start)
-        memory.digests[block] = block_digests(layout, memory.blocks[block])
+        content, pieces = np.empty(layout.block_bytes, np.uint8), memory.pieces()
+        put(layout, content, kv, start)
+        pieces[block] = content.reshape(pieces.shape[1:])
+        memory.digests[block] = block_digests(layout, content)
         memory.gens[block] += 1
         blocks.append(block)
     full = num_tokens // layout.block_size
@@ -195,6 +198,23 @@ def test_the_wire_can_have_a_dtype_of_its_own(tmp_path: Path, stored: str, wire:
     run_pair(tmp_path, config, (layout, layout), kv, dtypes)
 
 
+@pytest.mark.parametrize(
+    "change", [{}, {"kv_dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"block_size": 32}]
+)
+def test_a_layer_major_pool_is_read_by_any_other(
+    config: TransferConfig, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    layouts = (replace(MODEL, tag=LAYER_MAJOR), replace(MODEL, **change))
+    dtypes = ("int8",) if "int8" in change.values() else ()
+    run_pair(tmp_path, config, layouts, numbers(100), dtypes)
+
+
+def test_a_layer_major_pool_can_be_rounded_for_the_wire(tmp_path: Path) -> None:
+    config = replace(with_planes(CALM, "zmq"), wire_dtype="int8")
+    layouts = (replace(MODEL, tag=LAYER_MAJOR), MODEL)
+    run_pair(tmp_path, config, layouts, numbers(50), ("int8", "float32"))
+
+
 def test_a_mapped_pool_is_never_rounded_for_the_wire(tmp_path: Path) -> None:
     config = replace(with_planes(CALM, "memfd"), wire_dtype="int8")
     run_pair(tmp_path, config, (MODEL, MODEL), numbers(50), ())
@@ -210,6 +230,11 @@ def grid(layer_cuts: Sequence[int], head_cuts: Sequence[int]) -> list[KvLayout]:
     return [MODEL.part(layer, head) for layer in layers for head in heads]
 
 
+def layer_major(pools: Sequence[KvLayout]) -> list[KvLayout]:
+    """Lay pools out by layers."""
+    return [replace(pool, tag=LAYER_MAJOR) for pool in pools]
+
+
 @pytest.mark.parametrize(
     ("prefills", "decodes"),
     [
@@ -220,6 +245,7 @@ def grid(layer_cuts: Sequence[int], head_cuts: Sequence[int]) -> list[KvLayout]:
         (grid((2, 4), ()), grid((3,), ())),  # PP 3 -> 2, off the digest lines
         (grid((3,), ()), grid((2, 4), ())),  # PP 2 -> 3
         (grid((3,), (2,)), grid((2,), (1,))),  # both at once
+        (layer_major(grid((3,), (2,))), grid((2,), (1,))),
     ],
 )
 def test_shards_n_to_m(

@@ -266,9 +266,9 @@ def _take_a_lower_attempt(patch: pytest.MonkeyPatch) -> None:
 
 def _trust_generations(patch: pytest.MonkeyPatch) -> None:
     def trusting(
-        source: KvPoolMemory, rows: Any, _gens: Any, dest: Bytes, dest_blocks: Any
+        source: KvPoolMemory, rows: Any, _gens: Any, dest: Bytes, dest_blocks: Any, part: Any
     ) -> list[bool]:
-        dest[list(dest_blocks)] = source.blocks[rows]
+        dest[list(dest_blocks)] = source.pieces(part)[rows].reshape(len(rows), -1)
         return [True] * len(rows)
 
     patch.setattr(block_copy, "pull_with_numpy", trusting)
@@ -277,8 +277,8 @@ def _trust_generations(patch: pytest.MonkeyPatch) -> None:
 def _trust_generations_of_shards(patch: pytest.MonkeyPatch) -> None:
     original = Conversion.pull
 
-    def trusting(self: Conversion, pool: KvPoolMemory, block: int, _gen: int) -> bool:
-        original(self, pool, block, int(pool.gens[block]) // 2 * 2)
+    def trusting(self: Conversion, pool: KvPoolMemory, block: int, _gen: int, copy: Any) -> bool:
+        original(self, pool, block, int(pool.gens[block]) // 2 * 2, copy)
         return True
 
     patch.setattr(Conversion, "pull", trusting)

@@ -123,6 +123,6 @@ def test_narrower_vectors_find_the_same(flags: str, tmp_path: Path) -> None:
     plan = kv_blocks.DigestPlan(3, 16 * 16 * 4, bounds)
     assert library.digests(plan, block).tolist() == block_digests(layout, block).tolist()
     dest = np.zeros((2, layout.block_bytes), np.uint8)
-    pool, gens, rows = block[None, :], np.full(1, 4, np.uint64), np.zeros(1, np.int64)
+    pool, gens, rows = block[None, None], np.full(1, 4, np.uint64), np.zeros(1, np.int64)
     assert library.pull((pool, gens), rows, gens, dest, rows + 1).all()
     assert (dest[1] == block).all()

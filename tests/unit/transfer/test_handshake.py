@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.kv.layout import LAYER_MAJOR
 from services.pb import transfer_pb2 as pb
 from services.transfer import codec
 from services.transfer.handshake import (
@@ -88,6 +89,26 @@ def test_the_best_plane_that_both_pools_can_have(
 ) -> None:
     answer = answer_hello(replace(PREFILL, **prefill), hello_body(replace(DECODE, **decode)))
     assert answer.plane == plane
+
+
+def test_blocks_in_pieces_are_not_used_where_they_are() -> None:
+    layer_major = replace(LAYOUT, tag=LAYER_MAJOR)
+    prefill, decode = (replace(end, planes=PLANES_BEST_FIRST) for end in (PREFILL, DECODE))
+    assert answer_hello(prefill, hello_body(decode)).plane == "attach"
+    apart = replace(prefill, layout=layer_major)
+    answer = answer_hello(apart, hello_body(decode))
+    assert answer.plane == "memfd"
+    assert read_welcome(decode, answer.body).layout == replace(
+        layer_major, model_layers=LAYOUT.num_layers, model_heads=LAYOUT.num_kv_heads
+    )
+    # A prefill worker that offers it all the same is found out by decode.
+    welcome = pb.WelcomePeer.FromString(answer.body)
+    for plane in ("attach", "cuda_ipc"):
+        welcome.plane = codec.plane_number(plane)
+        with pytest.raises(Incompatible, match="planes"):
+            read_welcome(decode, welcome.SerializeToString())
+    on_gpu = replace(apart, device="cuda"), replace(decode, device="cuda")
+    assert answer_hello(on_gpu[0], hello_body(on_gpu[1])).plane == "zmq"
 
 
 def test_identity_mismatch_names_the_field() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.ids import BlockId
 from services.kv.digest import digest_columns
-from services.kv.layout import KvLayout
+from services.kv.layout import LAYER_MAJOR, KvLayout
 from services.transfer.pairing import (
     Unservable,
     in_wire_dtype,
@@ -58,7 +58,10 @@ def test_refusals_name_both_layouts() -> None:
     assert "no layer in common" in why
     assert "layers 0-15 of 30" in why
     assert "layers 15-30 of 30" in why
-    assert "tag differs" in (mismatch(MODEL, replace(MODEL, tag="other")) or "")
+    assert "tag 'other' is not known" in (mismatch(MODEL, replace(MODEL, tag="other")) or "")
+    layer_major = replace(MODEL, tag=LAYER_MAJOR)
+    assert mismatch(layer_major, MODEL) is None
+    assert "cannot write" in (mismatch(MODEL, layer_major) or "")
     assert "head in common" in (mismatch(MODEL.part((0, 30), (0, 1)), _head(2)) or "")
 
 

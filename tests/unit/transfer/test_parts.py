@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
 from services.kv.block_copy import pull_blocks
+from services.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.loop import Inbox, Timers
@@ -158,26 +160,27 @@ def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
 
             gens = pool.gens
 
-            @property
-            def blocks(self) -> np.ndarray:
+            def pieces(self, part: KvLayout | None) -> np.ndarray:
                 pool.gens[0] += 1
-                return pool.blocks
+                return pool.pieces(part)
 
         assert not _pull(Racing(), 4, dest)  # type: ignore[arg-type]  # same two views
 
 
 @pytest.mark.usefixtures("copier")
-def test_no_torn_block_is_accepted_while_a_writer_reuses_them() -> None:
+@pytest.mark.parametrize("tag", [BLOCK_MAJOR, LAYER_MAJOR])
+def test_no_torn_block_is_accepted_while_a_writer_reuses_them(tag: str) -> None:
     """The pull of a pool in use: what is accepted is of one generation, whatever else goes on."""
     num_blocks, stop = 4, threading.Event()
-    with KvPoolMemory.create(LAYOUT, num_blocks) as pool:
+    with KvPoolMemory.create(replace(LAYOUT, tag=tag), num_blocks) as pool:
+        pieces = pool.pieces()
         dest = np.zeros((num_blocks, LAYOUT.block_bytes), np.uint8)
 
         def write() -> None:
             while not stop.is_set():
                 for row in range(num_blocks):
                     pool.gens[row] += 1
-                    pool.blocks[row] = int(pool.gens[row]) // 2 % 251
+                    pieces[row] = int(pool.gens[row]) // 2 % 251
                     pool.gens[row] += 1
 
         writer = threading.Thread(target=write)
@@ -208,7 +211,7 @@ def test_the_library_refuses_rows_and_pools_that_do_not_fit() -> None:
         pytest.skip(why)
     with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
         dest = np.zeros((2, LAYOUT.block_bytes), np.uint8)
-        source, gens = (pool.blocks, pool.gens), np.zeros(1, np.uint64)
+        source, gens = (pool.pieces(), pool.gens), np.zeros(1, np.uint64)
         for at, to in ((2, 0), (-1, 0), (0, 2), (0, -1)):
             with pytest.raises(ValueError, match="outside its pool"):
                 library.pull(source, np.array([at]), gens, dest, np.array([to]))
@@ -217,6 +220,14 @@ def test_the_library_refuses_rows_and_pools_that_do_not_fit() -> None:
             library.pull(source, one, np.zeros(2, np.uint64), dest, one)
         with pytest.raises(ValueError, match="do not fit"):
             library.pull(source, one, gens, dest[:, 1:], one)
+        with pytest.raises(ValueError, match="do not fit"):
+            library.pull((source[0][..., ::2], pool.gens), one, gens, dest[:, ::2].copy(), one)
+        with pytest.raises(ValueError, match="as many"):
+            library.pull((source[0], pool.gens[:1]), one, gens, dest, one)
+        with pytest.raises(ValueError, match="outside its pool"):
+            library.gather(source[0], np.array([0, 2]), dest)
+        with pytest.raises(ValueError, match="as many"):
+            library.gather(source[0], one, dest)
         none = np.empty(0, np.int64)
         assert library.pull(source, none, gens[:0], dest, none).tolist() == []
 
@@ -233,5 +244,11 @@ def test_streamed_and_plain_copies_are_whole(count: int) -> None:
         dest = np.zeros_like(blocks)
         rows, order = np.arange(count), rng.permutation(count)
         gens = np.zeros(count, np.uint64)
-        assert library.pull((blocks, gens), rows, gens, dest, order).all()
+        assert library.pull((blocks[:, None], gens), rows, gens, dest, order).all()
         assert (dest[order] == blocks).all()
+        for num_pieces in (4, 8):  # fewer than are read together, and some left over
+            by_piece = blocks.reshape(count, num_pieces, -1).transpose(1, 0, 2).copy()
+            dest[:] = 0
+            pool = (by_piece.transpose(1, 0, 2), gens)
+            assert library.pull(pool, rows, gens, dest, order).all()
+            assert (dest[order] == blocks).all()
