@@ -6,8 +6,10 @@ medians over rounds, bars are medians of the ratios within rounds, so that a slo
 machine hits both sides. Two times are taken of every handoff:
 
 * whole: OPEN to ready, of a prompt that is already sealed;
-* doorbell: sealed at the source to ready at the sink, of a transfer that is already open. On a
-  layer-major source the blocks are first gathered into whole ones, by the source, in this time.
+* doorbell: sealed at the source to ready at the sink, of a transfer that is already open.
+
+A layer-major source has K and V of every layer of a block apart: memfd readers copy the pieces out
+of its pool, the other planes gather them before they send.
 
 Beside the zmq arm pyzmq alone sends the same blocks: a bar it cannot reach either is no fault of
 ours, and what it does better is.
@@ -46,6 +48,7 @@ VERIFY_SAMPLED = "sampled:16"
 MANY_BLOCKS = 256  # from here on a quarter of the rounds is enough to wait for
 MIN_ROUNDS = 3
 MEMFD_BARS = {64: 0.80, 1024: 0.88}
+BARRED_ARMS = {"memfd": "memfd", "memfd_layer_major": "memfd from a layer-major source"}
 ZMQ_BAR = 0.18
 CURVE_BAR = 0.06
 BAR_BLOCKS = 64  # where the zmq bars are taken
@@ -59,12 +62,18 @@ class Arm:
     """One way to hand off."""
 
     name: str
-    source: str  # which source's process; arms of one plane share it
+    plane: str
     verify: str
+    is_encrypted: bool = False
     is_layer_major: bool = False
 
+    @property
+    def source(self) -> str:
+        """Name of the source's process; arms that want the same one share it."""
+        way = "curve" if self.is_encrypted else self.plane
+        return f"{way}-layer-major" if self.is_layer_major else way
 
-SOURCES = ("memfd", "zmq", "curve", "nccl")
+
 ARMS = (
     Arm("memfd", "memfd", NO_VERIFY),
     Arm("memfd_sampled", "memfd", VERIFY_SAMPLED),
@@ -72,10 +81,11 @@ ARMS = (
     Arm("memfd_layer_major", "memfd", NO_VERIFY, is_layer_major=True),
     Arm("zmq", "zmq", "always"),
     Arm("zmq_layer_major", "zmq", "always", is_layer_major=True),
-    Arm("curve", "curve", "always"),
-    Arm("curve_layer_major", "curve", "always", is_layer_major=True),
+    Arm("curve", "zmq", "always", is_encrypted=True),
+    Arm("curve_layer_major", "zmq", "always", is_encrypted=True, is_layer_major=True),
     Arm("nccl_on_gloo", "nccl", "always"),  # the plane's code; NCCL itself needs two GPUs
 )
+SOURCES = tuple({arm.source: arm for arm in ARMS}.values())  # one arm of each source's process
 GLOO_RAW = "gloo_raw"  # beside it: bare gloo, contiguous memory, no protocol
 
 
@@ -143,8 +153,8 @@ class _Bench:
         zmq.auth.create_certificates(directory, "cluster")
         self._key_file = str(directory / "cluster.key_secret")
         self._sources = {
-            name: stack.enter_context(SourceProcess(self._settings(name, directory, seed + i)))
-            for i, name in enumerate(SOURCES)
+            arm.source: stack.enter_context(SourceProcess(self._settings(arm, directory, seed + i)))
+            for i, arm in enumerate(SOURCES)
         }
         message_bytes = TransferConfig().data_message_bytes
         max_bytes = max_blocks * LAYOUT.block_bytes
@@ -166,7 +176,7 @@ class _Bench:
         for arm in ARMS:
             sink = self._sinks[arm.name]
             wrong += sink.count_wrong(self._sources[arm.source], num_blocks)
-            assert sink.plane() == _plane_of(arm.source), "the plane was not the one asked for"
+            assert sink.plane() == arm.plane, "the plane was not the one asked for"
         return wrong
 
     def measure(self, measured: Measured, num_blocks: int, rounds: int, progress: Progress) -> None:
@@ -184,14 +194,12 @@ class _Bench:
     def _round(self, arm: Arm, num_blocks: int, series: Series) -> None:
         sink, source = self._sinks[arm.name], self._sources[arm.source]
         cpu_before = source.cpu_s()
-        if not arm.is_layer_major:  # packing comes before sealing: the whole is the same
-            series.whole.append(sink.whole(source, num_blocks).seconds)
-            series.num_handoffs += 1
+        series.whole.append(sink.whole(source, num_blocks).seconds)
         if arm.name == RAW_BESIDE:
             series.raw.append(self._raw.pull(num_blocks))
         before = self._memcpy_s(num_blocks)
-        series.doorbell.append(sink.doorbell(source, num_blocks, pack=arm.is_layer_major).seconds)
-        series.num_handoffs += 1
+        series.doorbell.append(sink.doorbell(source, num_blocks).seconds)
+        series.num_handoffs += 2
         series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
         series.sender_cpu += source.cpu_s() - cpu_before
 
@@ -209,27 +217,24 @@ class _Bench:
             copyto(to[dest], come[source])
         return time.monotonic() - started
 
-    def _settings(self, name: str, directory: Path, seed: int) -> SourceSettings:
+    def _settings(self, arm: Arm, directory: Path, seed: int) -> SourceSettings:
         return SourceSettings(
-            worker_id=f"source-{name}",
+            worker_id=f"source-{arm.source}",
             runtime_dir=str(directory),
-            planes=(_plane_of(name),),
+            planes=(arm.plane,),
             num_blocks=self._num_blocks,
             block_ids=self._sources_ids,
             seed=seed,
-            curve_key_file=self._key_file if name == "curve" else None,
+            curve_key_file=self._key_file if arm.is_encrypted else None,
+            is_layer_major=arm.is_layer_major,
         )
 
     def _config(self, arm: Arm) -> TransferConfig:
         return TransferConfig(
-            planes=(_plane_of(arm.source),),
+            planes=(arm.plane,),
             verify_digest=arm.verify,
-            curve_key_file=self._key_file if arm.source == "curve" else None,
+            curve_key_file=self._key_file if arm.is_encrypted else None,
         )
-
-
-def _plane_of(source: str) -> str:
-    return "zmq" if source == "curve" else source
 
 
 def _scattered(rng: np.random.Generator, num_blocks: int, count: int) -> tuple[int, ...]:
@@ -296,11 +301,11 @@ def _add_verification(result: BenchResult, measured: Measured) -> None:
 def _bars(measured: Measured) -> list[Bar]:
     bars: list[Bar] = []
     for (name, num_blocks), series in measured.items():
-        if name == "memfd" and num_blocks in MEMFD_BARS:
-            text = f"memfd with doorbell, {num_blocks} blocks / memcpy"
+        if name in BARRED_ARMS and num_blocks in MEMFD_BARS:
+            text = f"{BARRED_ARMS[name]} with doorbell, {num_blocks} blocks / memcpy"
             bars.append(Bar(text, _round(series.ratio), MEMFD_BARS[num_blocks], ">="))
             share = series.sender_cpu / series.num_handoffs / statistics.median(series.memcpy)
-            text = f"sender CPU on memfd, {num_blocks} blocks / time of memcpy"
+            text = f"sender CPU on {BARRED_ARMS[name]}, {num_blocks} blocks / time of memcpy"
             if num_blocks >= MANY_BLOCKS:
                 bars.append(Bar(text, _round(share), MAX_SENDER_SHARE, "<="))
         if name in ("zmq", "curve") and num_blocks == BAR_BLOCKS:

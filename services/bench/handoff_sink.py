@@ -90,11 +90,8 @@ class TimedSink:
         self._wait_released(source, key)
         return took
 
-    def doorbell(self, source: SourceProcess, num_blocks: int, *, pack: bool = False) -> Took:
-        """Sealed at the source to ready at the sink, of a transfer that is open already.
-
-        With `pack` the source first gathers the blocks out of a layer-major pool, in the time.
-        """
+    def doorbell(self, source: SourceProcess, num_blocks: int) -> Took:
+        """Sealed at the source to ready at the sink, of a transfer that is open already."""
         key = self._next_key()
         ticket = source.offer(key, num_blocks, at_once=False)
         num_opened = self._sink.counters.opened
@@ -104,7 +101,7 @@ class TimedSink:
             if time.monotonic() > deadline or self._is_ended.is_set():
                 raise HandoffFailed(f"{key}: not opened: {self._event}")
             time.sleep(_POLL_S)
-        source.ring(key, pack=pack)
+        source.ring(key)
         took = self._wait(key, None)
         took = Took(self._ended_at - source.rung_at(key), took.stats_us)
         self._wait_released(source, key)

@@ -21,13 +21,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from services.bench.result import BenchFailed
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
 from services.kv.digest import block_digests
-from services.kv.layout import KvIdentity, KvLayout
+from services.kv.layout import LAYER_MAJOR, KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.runtime.process import wait_or_kill
 from services.transfer.api import FinalInfo, FirstTokenInfo, Offer, SourceEvent, SourceReleased
@@ -70,6 +69,7 @@ class SourceSettings:
     seed: int
     curve_key_file: str | None = None
     attach_pin_share: float = 0.5
+    is_layer_major: bool = False
 
     def to_json(self) -> str:
         """One line."""
@@ -145,9 +145,9 @@ class SourceProcess:
         answer = self._ask("offer", key=key, num_blocks=num_blocks, at_once=at_once)
         return bytes.fromhex(answer["ticket"])
 
-    def ring(self, key: str, *, pack: bool) -> None:
+    def ring(self, key: str) -> None:
         """Have it announce everything now; nothing is answered, so that nothing disturbs."""
-        self._tell("ring", key=key, pack=pack)
+        self._tell("ring", key=key)
 
     def rung_at(self, key: str) -> float:
         """When `ring` began, on the machine's monotonic clock, which all processes share."""
@@ -210,12 +210,12 @@ class SourceProcess:
 
 
 class _Prefill:
-    """A source, its pool, and a layer-major twin of the blocks to pack from."""
+    """A source and its pool."""
 
     def __init__(self, settings: SourceSettings) -> None:
         self._block_ids = [BlockId(i) for i in settings.block_ids]
-        self._memory = KvPoolMemory.create(LAYOUT, settings.num_blocks)
-        self._layer_major: npt.NDArray[np.uint8] | None = None
+        layout = dataclasses.replace(LAYOUT, tag=LAYER_MAJOR) if settings.is_layer_major else LAYOUT
+        self._memory = KvPoolMemory.create(layout, settings.num_blocks)
         self._write_blocks(settings.seed)
         config = TransferConfig(
             attach_pin_share=settings.attach_pin_share,
@@ -257,8 +257,6 @@ class _Prefill:
             return {"ticket": ticket.hex()}
         if command == "ring":
             self._rung[key] = time.monotonic()
-            if ask["pack"]:
-                self._pack(self._block_ids[: self._num_blocks[key]])
             self._announce(key)
             return None
         if command == "rung_at":
@@ -277,25 +275,13 @@ class _Prefill:
 
     def _write_blocks(self, seed: int) -> None:
         memory, rng = self._memory, np.random.default_rng(seed)
-        pattern = rng.integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
+        content = rng.integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
+        pieces = memory.pieces()
         for i, block in enumerate(self._block_ids):
+            content[:8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)
             memory.gens[block] += 1
-            memory.blocks[block] = pattern
-            memory.blocks[block, :8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)
-            memory.digests[block] = block_digests(LAYOUT, memory.blocks[block])
-            memory.gens[block] += 1
-
-    def _pack(self, blocks: Sequence[BlockId]) -> None:
-        """Gather `[layers][2][block]` regions into whole blocks, one strided copy a block."""
-        regions = LAYOUT.num_layers * 2
-        if self._layer_major is None:
-            rows = self._memory.blocks.reshape(self._memory.num_blocks, regions, -1)
-            self._layer_major = np.ascontiguousarray(rows.transpose(1, 0, 2))
-        memory = self._memory
-        for block in blocks:
-            memory.gens[block] += 1
-            packed = memory.blocks[block].reshape(regions, -1)
-            np.copyto(packed, self._layer_major[:, block])
+            pieces[block] = content.reshape(pieces.shape[1:])
+            memory.digests[block] = block_digests(LAYOUT, content)
             memory.gens[block] += 1
 
     def _on_event(self, event: SourceEvent) -> None:

@@ -35,6 +35,7 @@ def test_bars_stand_where_the_claims_are_made() -> None:
         ("memfd", 64): _series([1.0], [0.81]),
         ("memfd", 1024): _series([1.0], [0.87], sender_cpu=0.02),
         ("memfd", 16): _series([1.0], [0.1]),
+        ("memfd_layer_major", 64): _series([1.0], [0.79]),
         ("zmq", 64): _series([1.0], [0.19]),
         ("curve", 64): _series([1.0], [0.05]),
     }
@@ -44,6 +45,7 @@ def test_bars_stand_where_the_claims_are_made() -> None:
         "memfd with doorbell, 64 blocks / memcpy": True,
         "memfd with doorbell, 1024 blocks / memcpy": False,
         "sender CPU on memfd, 1024 blocks / time of memcpy": True,
+        "memfd from a layer-major source with doorbell, 64 blocks / memcpy": False,
         "zmq, 64 blocks / memcpy": True,
         "curve, 64 blocks / memcpy": False,
         "blocks with other content than announced": True,
