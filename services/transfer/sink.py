@@ -31,6 +31,7 @@ from services.transfer.counters import SinkCounters
 from services.transfer.cover import Shard, cover_fault
 from services.transfer.doorbell import HungUp
 from services.transfer.end_parts import EndParts
+from services.transfer.heap import keep_freed
 from services.transfer.intake import Intake
 from services.transfer.key_ring import KeyWatch
 from services.transfer.link_table import LinkParts, LinkTable
@@ -130,6 +131,7 @@ class TransferSink:
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         """Start the threads."""
         self._on_event = on_event
+        keep_freed(self._config.receive_budget_bytes)
         self._renewer.start()
         self._thread = threading.Thread(target=self._run, name="transfer-sink", daemon=True)
         self._thread.start()
@@ -515,11 +517,13 @@ class TransferSink:
                 self.counters.bad_frames += 1
                 log.warning("transfer.bad_frame", reason=error.reason)
                 self.counters.discarded_frames += link.dealer.discard_rest()
+                continue
             if link.state is LinkState.DOWN:
                 return
+            if message.header.type is MessageType.DATA:
+                return  # its sender may be waiting for credit; what comes next is read next turn
         else:
-            self._inbox.wake()  # more may be waiting, but commands and timers come first
-            return
+            return  # more may be waiting, but commands and timers come first
         why = link.dealer.broken()
         if why is not None:
             log.info("transfer.link_broken", peer=link.target.worker_id, reason=why)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import select
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +21,13 @@ from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
 from services.transfer.loop import Inbox, Timers
 from services.transfer.wire import WireError
-from services.transfer.zmq_plane import check_host, parse_route, peer_base, split_endpoint
+from services.transfer.zmq_plane import (
+    DataSent,
+    check_host,
+    parse_route,
+    peer_base,
+    split_endpoint,
+)
 from tests.support.transfer_ends import LAYOUT
 
 
@@ -111,6 +121,72 @@ def test_inbox_refuses_after_close_and_returns_what_came_late() -> None:
     assert len(inbox.close()) == 1
     assert not inbox.put(lambda: None)
     assert inbox.take() == []
+
+
+def test_a_taken_inbox_is_silent_until_the_next_wake_or_command() -> None:
+    inbox = Inbox()
+    for _ in range(3):
+        inbox.wake()
+        inbox.put(lambda: None)
+        assert is_readable(inbox)
+        assert len(inbox.take()) == 1
+        assert not is_readable(inbox)
+        assert inbox.take() == []
+    with inbox.hold(lambda: True):
+        inbox.put(lambda: None)
+    assert not is_readable(inbox)  # whoever held it has run the commands
+    inbox.wake()
+    assert is_readable(inbox)
+    inbox.close()
+
+
+def is_readable(inbox: Inbox) -> bool:
+    return bool(select.select([inbox.fileno()], [], [], 0)[0])
+
+
+def test_a_message_is_sent_when_zmq_holds_none_of_its_frames() -> None:
+    frames = [np.zeros(8, np.uint8) for _ in range(3)]
+    sent = DataSent(frames)
+    while frames:
+        assert not sent.is_done()
+        frames.pop()
+    assert sent.is_done()
+
+
+_FAULTS = """
+import ctypes, resource, threading
+from services.transfer.heap import keep_freed
+
+assert keep_freed(64 << 20)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.argtypes = (ctypes.c_void_p,)
+
+def receive():
+    frames = [libc.malloc(360 << 10) for _ in range(20)]
+    for frame in frames:
+        ctypes.memset(frame, 1, 360 << 10)
+    for frame in frames:
+        libc.free(frame)
+
+def rounds():
+    receive()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    receive()
+    print(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+
+thread = threading.Thread(target=rounds)  # not the main arena, as in ZMQ's own thread
+thread.start()
+thread.join()
+"""
+
+
+def test_memory_of_messages_is_faulted_in_once() -> None:
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        pytest.skip("another C library")
+    command = [sys.executable, "-c", _FAULTS]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert int(told.stdout) < 20  # of 1,800 pages
 
 
 @pytest.fixture(params=["library", "numpy"])
