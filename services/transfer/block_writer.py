@@ -182,7 +182,7 @@ class BlockWriter:
         if index == machine.num_blocks:
             found = tail_digest(self._layout, block, machine.tail_valid)
             return None if found == int(announced[0]) else BAD_DIGEST
-        if not (block_digests(self._layout, block) == announced).all():
+        if block_digests(self._layout, block).tobytes() != announced.tobytes():
             return BAD_DIGEST
         self._store(machine, index, dest)
         return None

@@ -183,6 +183,8 @@ def data_indexes(body: bytes, n_payload: int, num_blocks: int) -> tuple[int, ...
     indexes = _unpack_u32(message.blocks)
     if len(indexes) != n_payload or any(i >= num_blocks for i in indexes):
         raise WireError("data_blocks")
+    if len(set(indexes)) != n_payload:
+        raise WireError("data_blocks")  # the second would be written over a block that was judged
     return indexes
 
 

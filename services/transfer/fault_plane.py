@@ -102,6 +102,8 @@ class FaultyDealer(DealerLink):
         frames = None if self._is_cut else self._in.pop()
         if frames is None:
             return None
+        if self._in.is_due():
+            self._wake.at(time.monotonic())  # whoever reads one message a turn comes back for it
         self._payload.extend(frames[2:])
         message = decode(frames[:2])
         if message.header.n_payload == 0 and self._payload:

@@ -104,6 +104,8 @@ class Intake:
         digests = self._frame_digests(receive, data, num_frames)
         machine.account(num_frames)
         link.last_data = self._clock.now()
+        good: list[int] = []
+        bad: list[tuple[int, str]] = []
         for at, index in enumerate(indexes):
             dest = machine.dest_of(index)
             if dest is None:
@@ -117,13 +119,28 @@ class Intake:
             else:
                 own = None if digests is None else digests[at]
                 wrong = self._writer.receive_converted(machine, conversion, index, recv, own)
-            self._on_verdict(receive, index, wrong)
+            self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
             if wrong is None:
-                receive.pulled.append(index)
+                good.append(index)
+            else:
+                bad.append((index, wrong))
+        self._judged(receive, good, bad)
         if receive.pulled and machine.state is ReceiverState.PULLING:
             self._unsaid[receive] = None
         if machine.credit_wanted():
             self._hungry[receive] = None
+
+    def _judged(
+        self, receive: Receive, good: Sequence[int], bad: Sequence[tuple[int, str]]
+    ) -> None:
+        """Tell a receive of the blocks that are written now, and of those that came wrong."""
+        self._counters.blocks += len(good)
+        receive.pulled.extend(good)
+        if good:
+            now = self._clock.now()
+            self._apply(receive, receive.machine.on_good_blocks(good, now))
+        for index, wrong in bad:
+            self._on_wrong(receive, index, wrong)
 
     def _frame_digests(self, receive: Receive, data: bytes, num_frames: int) -> U64Array | None:
         """Return the digests a DATA message brings of its frames, if their dtype is converted."""
@@ -211,14 +228,6 @@ class Intake:
         for pull, wrong in zip(pulls, verdicts, strict=True):
             if wrong is not None:
                 self._on_wrong(receive, pull.index, wrong)
-
-    def _on_verdict(self, receive: Receive, index: int, wrong: str | None) -> None:
-        self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
-        if wrong is not None:
-            self._on_wrong(receive, index, wrong)
-            return
-        self._counters.blocks += 1
-        self._apply(receive, receive.machine.on_block(index, True, self._clock.now()))
 
     def _on_wrong(self, receive: Receive, index: int, wrong: str) -> None:
         self._counters.integrity_errors += 1

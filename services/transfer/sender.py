@@ -411,7 +411,7 @@ class SenderTransfer:
         """Send blocks again, each at most `max_nacks` times."""
         if not self._is_owner(peer, attempt):
             return []
-        wanted = [i for i in indexes if 0 <= i < len(self.block_ids)]
+        wanted = [i for i in dict.fromkeys(indexes) if 0 <= i < len(self.block_ids)]
         if tail and self.final is not None and self._has_tail:
             wanted.append(self.num_blocks)
         self.num_nacks += 1

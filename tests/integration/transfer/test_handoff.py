@@ -6,8 +6,10 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ from services.common.errors import RequestError
 from services.common.ids import BlockHash, BlockId
 from services.kv.layout import KvLayout
 from services.transfer.api import SinkReady
-from services.transfer.config import TransferConfig
+from services.transfer.config import KIB, TransferConfig
+from services.transfer.intake import Intake
 from services.transfer.peer_link import PeerLink
 from services.transfer.ticket import TicketSigner, read_unverified
 from tests.support.transfer_ends import (
@@ -75,6 +78,35 @@ def test_delivers_exactly_the_prefills_blocks_and_first_tokens(
     for sent, got in zip(prefill.lent["p"][:full], blocks[:full], strict=True):
         assert got is not None
         assert np.array_equal(prefill.memory.digests[sent], decode.memory.digests[got])
+
+
+def test_credit_goes_back_after_every_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender that has used its credit does not wait until all it has sent is written."""
+    done: list[str] = []
+    for name in ("on_data", "grant_credit"):
+        monkeypatch.setattr(Intake, name, _noting(done, name, getattr(Intake, name)))
+    small = replace(CALM, data_message_bytes=64 * KIB, window_bytes=256 * KIB)
+    config = with_planes(small, "zmq")
+    prefill, decode = make_prefill(tmp_path, config), make_decode(config)
+    try:
+        ticket, offer = prefill.offer_all("p", 16 * 24)
+        decode.receive("d", ticket, offer)
+        assert isinstance(decode.events.wait("d"), SinkReady)
+    finally:
+        decode.stop()
+        prefill.stop()
+    assert done.count("on_data") >= 12  # of two blocks at most
+    assert ("on_data", "on_data") not in pairwise(done)
+
+
+def _noting(done: list[str], name: str, method: Callable[..., None]) -> Callable[..., None]:
+    def noted(*args: object) -> None:
+        done.append(name)
+        method(*args)
+
+    return noted
 
 
 def test_decode_pulls_while_prefill_computes(prefill: PrefillEnd, decode: DecodeEnd) -> None:

@@ -107,6 +107,13 @@ def test_bodies_of_random_bytes_raise_wire_errors_only(body: bytes, num_blocks: 
             continue
 
 
+def test_a_block_twice_in_one_message_is_nonsense() -> None:
+    """The second would be written over content that was judged already."""
+    assert codec.data_indexes(codec.data_body([3, 1, 2], False), 3, 4) == (3, 1, 2)
+    with pytest.raises(WireError, match="data_blocks"):
+        codec.data_indexes(codec.data_body([3, 1, 3], False), 3, 4)
+
+
 def test_open_keeps_the_have_bitmap() -> None:
     have = tuple(i % 3 == 0 for i in range(19))
     args = OpenArgs(3, have, "memfd", 17, "00-trace")
