@@ -32,7 +32,7 @@ class DataPump:
 
     @property
     def is_hungry(self) -> bool:
-        """Tell whether `run` has something to try."""
+        """Tell whether `run` has something to try, or waits for a message to land first."""
         return bool(self._hungry)
 
     def wants(self, base: bytes, xfer_id: int) -> None:

@@ -24,6 +24,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
+        self._is_rung = False  # the descriptor is readable
         self._num_holding = 0
 
     def fileno(self) -> int:
@@ -37,7 +38,7 @@ class Inbox:
                 return False
             self._commands.append(command)
             if self._num_holding == 0:
-                os.eventfd_write(self._fd, 1)
+                self._ring()
             return True
 
     @contextlib.contextmanager
@@ -62,15 +63,16 @@ class Inbox:
         """Wake the thread without a command."""
         with self._lock:
             if not self._is_closed:
-                os.eventfd_write(self._fd, 1)
+                self._ring()
 
     def take(self) -> list[Command]:
         """Return everything queued (only the owning thread)."""
         with self._lock:
             if self._is_closed:
                 return []
-            with contextlib.suppress(BlockingIOError):
+            if self._is_rung:
                 os.eventfd_read(self._fd)
+                self._is_rung = False
             commands = list(self._commands)
             self._commands.clear()
             return commands
@@ -85,6 +87,11 @@ class Inbox:
             late = list(self._commands)
             self._commands.clear()
             return late
+
+    def _ring(self) -> None:
+        if not self._is_rung:
+            os.eventfd_write(self._fd, 1)
+            self._is_rung = True
 
 
 class Timers:

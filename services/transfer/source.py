@@ -64,7 +64,9 @@ _GROUPS_STOP_S = 1.0
 _EARLY_S = 0.001  # the thread need not be woken for a deadline that is this much earlier
 _REBIND_POLL_S = 0.005
 _UNBOUND_ALARM_S = 5.0
-_FLIGHT_POLL_S = 0.001  # ZMQ tells that it is done with a block only when asked
+# ZMQ tells that it is done with a block only when asked: by who wants to send more, or to release.
+_FLIGHT_POLL_S = 0.001
+_IDLE_FLIGHT_POLL_S = 0.005
 _POINT_AFTER: dict[type[SenderAction], str] = {
     sender.SendOpened: "after_open",
     sender.SendReady: "after_ready",
@@ -335,8 +337,10 @@ class TransferSource:
             wait = min(wait, due - now)
         if self._stop_deadline is not None:
             wait = min(wait, self._stop_deadline - now)
-        if self._pump.is_flying or self._has_backlog():
+        if self._pump.is_hungry or self._has_backlog():
             wait = min(wait, _FLIGHT_POLL_S)
+        if self._pump.is_flying:
+            wait = min(wait, _IDLE_FLIGHT_POLL_S)
         if not self._router.is_bound:
             wait = min(wait, _REBIND_POLL_S)
         return max(0.0, wait)

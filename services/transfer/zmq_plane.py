@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ _HWM_MESSAGES = 256
 _SOCKETS_A_PEER = 6  # link and renewals: a socket each, and the two ends of its monitor
 _SPARE_SOCKETS = 256  # closed ones count until ZMQ's own thread has reaped them
 _MAX_BACKLOG = 1024
+# Plain numbers: joining the library's flags costs more than sending a short frame.
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 _SNDBUF_BYTES = MIB  # what the kernel holds cannot be taken back by an abort
 
 Block = npt.NDArray[np.uint8]
@@ -49,12 +53,14 @@ class NoSocket(Exception):
 class DataSent:
     """A DATA message inside ZMQ; its blocks are read until it is done."""
 
-    def __init__(self, trackers: list[zmq.MessageTracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, frames: Sequence[Block]) -> None:
+        # What ZMQ reads it holds an array of, and drops that when it no longer does: one weak
+        # reference tells what a MessageTracker does, for a fifth of its cost.
+        self._frames = [weakref.ref(frame) for frame in frames]
 
     def is_done(self) -> bool:
         """Tell whether ZMQ has let go of every block."""
-        return all(tracker.done for tracker in self._trackers)
+        return all(frame() is None for frame in self._frames)
 
 
 def check_host(host: str, config: TransferConfig) -> None:
@@ -146,6 +152,11 @@ def _handles(source: RouterPort | DealerLink | int) -> tuple[zmq.Socket[bytes] |
     return source.sockets
 
 
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Tell whether a message is there; asking costs a tenth of the exception of a vain read."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+
 class RouterPort:
     """The bound socket of a source."""
 
@@ -230,16 +241,15 @@ class RouterPort:
 
     def recv(self) -> tuple[bytes, list[bytes]] | None:
         """Return one message as (route, frames), at most three frames kept; None when empty."""
-        try:
-            route = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
+        if not _has_message(self._socket):
             return None
+        route = self._socket.recv(_NOBLOCK)
         frames: list[bytes] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
+        while self._socket.getsockopt(_RCVMORE):
             if len(frames) < 3:
-                frames.append(self._socket.recv(zmq.NOBLOCK))
+                frames.append(self._socket.recv(_NOBLOCK))
             else:
-                self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+                self._socket.recv_into(bytearray(), flags=_NOBLOCK)
         return route, frames
 
     def send(
@@ -269,15 +279,12 @@ class RouterPort:
         )
         head, body = encode(header, body)
         self._send_first(peer.route, head, body, more=True)
-        trackers: list[zmq.MessageTracker] = []
-        for i, block in enumerate(blocks):
-            more = zmq.SNDMORE if i + 1 < len(blocks) else 0
-            frame = zmq.Frame(block.data, track=True, copy=False)
-            self._socket.send(frame, flags=more | zmq.NOBLOCK, copy=False)
-            assert frame.tracker is not None
-            trackers.append(frame.tracker)
-            del frame  # it holds the block too
-        return DataSent(trackers)
+        frames = [block[:] for block in blocks]  # arrays that only ZMQ keeps
+        sent = DataSent(frames)
+        while frames:
+            flags = _NOBLOCK_MORE if len(frames) > 1 else _NOBLOCK
+            self._socket.send(zmq.Frame(frames.pop(0), copy=False), flags, copy=False)
+        return sent
 
     def can_send_data(self, route: bytes) -> bool:
         """Tell whether control messages are still waiting before any data."""
@@ -331,7 +338,7 @@ class RouterPort:
 
     def _send_first(self, route: bytes, head: bytes, body: bytes, more: bool) -> None:
         try:
-            self._socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(route, _NOBLOCK_MORE)
         except zmq.Again:
             raise BlockingIOError from None
         except zmq.ZMQError as error:
@@ -339,8 +346,8 @@ class RouterPort:
                 raise
             self.forget(route)
             raise PeerGone("not connected") from None
-        self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
-        self._socket.send(body, (zmq.SNDMORE if more else 0) | zmq.NOBLOCK)
+        self._socket.send(head, _NOBLOCK_MORE)
+        self._socket.send(body, _NOBLOCK_MORE if more else _NOBLOCK)
 
     def _next_seq(self, route: bytes) -> int:
         seq = self._seq.pop(route, 0) + 1
@@ -411,12 +418,11 @@ class DealerLink:
     def recv(self) -> Message | None:
         """Return the next header and body; payload frames are read by `recv_block`."""
         self.discard_rest()
-        try:
-            frames = [self._socket.recv(zmq.NOBLOCK)]
-        except zmq.Again:
+        if not _has_message(self._socket):
             return None
+        frames = [self._socket.recv(_NOBLOCK)]
         if self._more():
-            frames.append(self._socket.recv(zmq.NOBLOCK))
+            frames.append(self._socket.recv(_NOBLOCK))
         message = decode(frames)
         self._rest = self._more()
         if message.header.n_payload == 0 and self._rest:
@@ -427,18 +433,18 @@ class DealerLink:
         """Receive one payload frame into a block; False if it has another length."""
         if not self._more():
             return False
-        return self._socket.recv_into(block.data, flags=zmq.NOBLOCK) == block.nbytes
+        return self._socket.recv_into(block.data, flags=_NOBLOCK) == block.nbytes
 
     def skip_block(self) -> None:
         """Throw one payload frame away."""
         if self._more():
-            self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+            self._socket.recv_into(bytearray(), flags=_NOBLOCK)
 
     def discard_rest(self) -> int:
         """Throw away what is left of the current message."""
         num_frames = 0
         while self._more():
-            self._socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+            self._socket.recv_into(bytearray(), flags=_NOBLOCK)
             num_frames += 1
         return num_frames
 
@@ -458,15 +464,15 @@ class DealerLink:
 
     def _push(self, head: bytes, body: bytes) -> bool:
         try:
-            self._socket.send(head, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(head, _NOBLOCK_MORE)
             # The connection may end between the two; ZMQ takes the first part back then.
-            self._socket.send(body, zmq.NOBLOCK)
+            self._socket.send(body, _NOBLOCK)
         except zmq.Again:
             return False
         return True
 
     def _more(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.RCVMORE))
+        return bool(self._socket.getsockopt(_RCVMORE))
 
 
 _BROKEN = {
