@@ -34,7 +34,7 @@ class TransferConfig:
     window_bytes: int = 8 * MIB  # credit of one peer's transfers together
     receive_budget_bytes: int = 64 * MIB  # credit of all peers together
     data_message_bytes: int = 2 * MIB
-    max_data_in_flight: int = 3  # DATA messages of one peer inside ZMQ; bounds an abort's wait
+    max_data_in_flight: int = 5  # DATA messages of one peer inside ZMQ; what one window holds
     max_nacks: int = 2  # resends of one block
     wire_dtype: str = AS_STORED  # KV on zmq links; "int8" and "bfloat16" round, and are smaller
     single_shot: bool = True  # announce short prompts at their end where that costs less

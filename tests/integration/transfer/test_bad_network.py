@@ -116,7 +116,8 @@ def test_cancel_of_many_on_a_slow_link_ends_all_soon(tmp_path: Path) -> None:
             for key in keys:
                 assert outcome(bad.decode.events.wait(key)) in ("cancelled", "ready")
                 assert outcome(bad.prefill.events.wait(key)) in ("aborted", "done")
-            in_flight = 3 * ZMQ.data_message_bytes + MIB  # ZMQ's and the kernel's buffers
+            # ZMQ's and the kernel's buffers
+            in_flight = ZMQ.max_data_in_flight * ZMQ.data_message_bytes + MIB
             assert time.monotonic() - started < 1 + in_flight / 1_000_000 + PAUSE_S
             for key in keys:
                 bad.prefill.free += bad.prefill.lent.pop(key)
