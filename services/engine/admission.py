@@ -64,17 +64,23 @@ def _check_prompt(request: EngineRequest, config: EngineConfig) -> Refusal | Non
 
 
 def _check_generated(request: EngineRequest, config: EngineConfig) -> Refusal | None:
-    generated = request.generated
-    if not generated:
-        return None
-    if request.kind is WorkKind.PREFILL or request.sampling.n != 1:
-        return Refusal("invalid_argument", "only one choice that decodes can go on elsewhere")
-    if len(generated) >= request.sampling.max_tokens:
-        return Refusal("invalid_argument", "the work item has all its tokens already")
-    if not all(0 <= token < config.vocab_size for token in generated):
-        return Refusal(
-            "token_out_of_range", f"token ids must be below {config.vocab_size}, the vocabulary"
-        )
+    resumed = request.resumed
+    if request.generated and (resumed or request.sampling.n != 1):
+        return Refusal("invalid_argument", "tokens so far must say which choice they are of")
+    if resumed and request.kind is not WorkKind.WHOLE:
+        return Refusal("invalid_argument", "several choices under way go on at one worker only")
+    choices = [one.choice for one in resumed]
+    if len(set(choices)) != len(choices) or not all(
+        0 <= choice < request.sampling.n for choice in choices
+    ):
+        return Refusal("invalid_argument", "the choices that go on are not those of the request")
+    for generated in (request.generated, *(one.generated for one in resumed)):
+        if len(generated) >= request.sampling.max_tokens:
+            return Refusal("invalid_argument", "the work item has all its tokens already")
+        if not all(0 <= token < config.vocab_size for token in generated):
+            return Refusal(
+                "token_out_of_range", f"token ids must be below {config.vocab_size}, the vocabulary"
+            )
     return None
 
 
@@ -88,7 +94,9 @@ def _check_size(request: EngineRequest, config: EngineConfig, num_blocks: int) -
             f"{wanted}, the limit is {config.max_model_len}",
         )
     # The last token is never computed. A hand-off leaves this pool with its prompt.
-    resident = num_prompt if request.kind is WorkKind.PREFILL else wanted - 1
+    resident = wanted - 1
+    if request.kind is WorkKind.PREFILL:
+        resident = num_prompt + len(request.generated)
     limit = num_blocks * config.block_size
     if resident > limit:
         return Refusal(

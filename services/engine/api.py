@@ -17,6 +17,7 @@ Receiving (decode side):
   which comes exactly once; `move_attached` asks for it soon.
 Migrating (decode side, command `migrate`): MigrateRefused, or all of a hand-off at once, with
   the tokens so far in OfferReady; the other worker gets them in `EngineRequest.generated`.
+  A PREFILL with `generated` does the same by itself after its first token.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ class EndReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """One choice of a request under way and the tokens other workers made of it, maybe none."""
+
+    choice: int
+    generated: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One work item. `sampling.max_tokens` counts from token 0 of each choice."""
 
@@ -71,6 +80,8 @@ class EngineRequest:
     # Tokens of choice 0 that another worker made. A CONTINUE's ticket then holds the KV of the
     # prompt and all of these but the last, whose KV is not computed yet.
     generated: tuple[int, ...] = ()
+    # WHOLE of several choices that other workers had under way: those that go on.
+    resumed: tuple[ResumedChoice, ...] = ()
     # CONTINUE: form of the KV its ticket will probably bring (kv.form). Only blocks of that form
     # count as had; none do where it is unknown.
     kv_form: str = EXACT

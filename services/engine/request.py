@@ -197,11 +197,16 @@ class Request:
         is_continue = source.kind is WorkKind.CONTINUE
         self.state = RequestState.OPENING if is_continue else RequestState.QUEUED
         self.clock = StageClock("handoff" if is_continue else "queue", now)
-        self.sequences = [Sequence(self, 0)]
-        # Until a receive brings the last one back, a CONTINUE knows the tokens its ticket covers.
-        known = source.generated[:-1] if is_continue else source.generated
-        self.trunk.generated.extend(known)
-        self.is_forked = False
+        # Choices under way share nothing but what the prefix cache holds: they begin forked.
+        self.is_forked = bool(source.resumed)
+        self.sequences = [Sequence(self, one.choice) for one in source.resumed]
+        for seq, one in zip(self.sequences, source.resumed, strict=True):
+            seq.generated.extend(one.generated)
+        if not self.is_forked:
+            self.sequences = [Sequence(self, 0)]
+            # Until a receive brings the last one back, a CONTINUE knows what its ticket covers.
+            known = source.generated[:-1] if is_continue else source.generated
+            self.trunk.generated.extend(known)
         self.is_offered = False
         self.is_lent = False  # offered, and the sender may still read
         self.is_paused = False  # gets no decode steps: its router lags

@@ -150,10 +150,12 @@ class Scheduler:
         self._watch_deadline(request)
         if request.state is RequestState.OPENING:
             self._open_ticket(request)
-        else:
-            num_cached = len(self._blocks.cached_prefix(request.trunk)) * self.config.block_size
-            request.trunk.num_uncached_hint = request.trunk.num_tokens - num_cached
-        self._queue.add(request.trunk, now)
+            self._queue.add(request.trunk, now)
+            return
+        num_cached = len(self._blocks.cached_prefix(request.trunk)) * self.config.block_size
+        for seq in request.sequences:
+            seq.num_uncached_hint = max(seq.num_tokens - num_cached, 1)
+            self._queue.add(seq, now)
 
     def cancel(self, key: RequestKey, reason: str, now: float) -> None:
         """End a work item in whatever state it is; idempotent."""
@@ -187,6 +189,10 @@ class Scheduler:
             refusal = "its KV is another worker's and cannot be moved in now"
             self._outbox.append(MigrateRefused(key, refusal))
             return
+        self._hand_on(request, now)
+
+    def _hand_on(self, request: Request, now: float) -> None:
+        """Stop a request under way and offer all it has to another worker."""
         self._stop_running(request, SequenceStatus.HELD)
         self._lend_all(request)
         done = self._done(request, 0, EndReason.LENGTH, True, now, handed_off=True)
@@ -723,7 +729,7 @@ class Scheduler:
             self._first_tokens(request, outcome.samples, now)
         elif row.tasks:
             self._next_token(seq, outcome.samples[0], now)
-        elif request.kind is WorkKind.PREFILL:
+        elif request.kind is WorkKind.PREFILL and not request.source.generated:
             self._announce(request)
 
     def _next_token(self, seq: Sequence, sampled: Sampled, now: float) -> None:
@@ -733,6 +739,8 @@ class Scheduler:
         reason = self._end_of(seq)
         if reason is not None:
             self._end_choice(seq, reason, now)
+        elif seq.request.kind is WorkKind.PREFILL:
+            self._hand_on(seq.request, now)
 
     def _first_tokens(self, request: Request, samples: tuple[Sampled, ...], now: float) -> None:
         trunk = request.trunk

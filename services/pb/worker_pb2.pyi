@@ -149,6 +149,7 @@ class Work(_message.Message):
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's own number, unique within its incarnation"""
     request_id: _builtins.str
@@ -182,6 +183,10 @@ class Work(_message.Message):
     def whole(self) -> Global___Whole: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
+        """Of a request of several choices under way: those that go on. Whole only; first_index is 0."""
+
     def __init__(
         self,
         *,
@@ -205,16 +210,40 @@ class Work(_message.Message):
         adapter_digest: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         generated: _builtins.bytes = ...,
+        resumed: _abc.Iterable[Global___ResumedChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continue_from", b"continue_from", "kind", b"kind", "prefill", b"prefill", "sampling", b"sampling", "whole", b"whole"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "continue_from", b"continue_from", "deadline_ms", b"deadline_ms", "expect_incarnation", b"expect_incarnation", "first_index", b"first_index", "generated", b"generated", "kind", b"kind", "max_tokens", b"max_tokens", "n", b"n", "prefill", b"prefill", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "slot_gen", b"slot_gen", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "continue_from", b"continue_from", "deadline_ms", b"deadline_ms", "expect_incarnation", b"expect_incarnation", "first_index", b"first_index", "generated", b"generated", "kind", b"kind", "max_tokens", b"max_tokens", "n", b"n", "prefill", b"prefill", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "slot_gen", b"slot_gen", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "continue_from", "whole"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Work: _TypeAlias = Work  # noqa: Y015
+
+@_typing.final
+class ResumedChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    token_ids: _builtins.bytes
+    """its tokens so far, may be none"""
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoice: _TypeAlias = ResumedChoice  # noqa: Y015
 
 @_typing.final
 class PrefillHandoff(_message.Message):

@@ -17,6 +17,7 @@ from services.engine.api import (
     FirstToken,
     PrefillFinished,
     Refused,
+    ResumedChoice,
     TokenArray,
     TokenLogprobs,
     TokensOut,
@@ -65,6 +66,17 @@ def generated_tokens(work: worker_pb2.Work, vocab_size: int) -> tuple[int, ...]:
             param="generated",
         )
     return tuple(generated.tolist())
+
+
+def resumed_choices(work: worker_pb2.Work, vocab_size: int) -> tuple[ResumedChoice, ...]:
+    """Read the choices under way that go on here; () when the request begins here."""
+    return tuple(
+        ResumedChoice(
+            one.choice,
+            tuple(token_array(one.token_ids, vocab_size).tolist()) if one.token_ids else (),
+        )
+        for one in work.resumed
+    )
 
 
 def sampling_params(work: worker_pb2.Work, limits: Limits) -> SamplingParams:

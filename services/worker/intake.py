@@ -90,6 +90,7 @@ class Intake:
             priority=work.priority,
             tenant=work.tenant,
             generated=convert.generated_tokens(work, manifest.vocab_size),
+            resumed=convert.resumed_choices(work, manifest.vocab_size),
         )
         item = WorkItem(
             key=key,

@@ -24,6 +24,7 @@ from services.engine.api import (
     ReceiveWanted,
     Refused,
     RequestKey,
+    ResumedChoice,
     TokensOut,
     UnpinWanted,
     WorkKind,
@@ -83,6 +84,7 @@ def make_request(
     priority: int = 0,
     tenant: str = "",
     generated: tuple[int, ...] = (),
+    resumed: tuple[ResumedChoice, ...] = (),
     kv_form: str = "",
 ) -> EngineRequest:
     """A work item with the right hashes."""
@@ -98,6 +100,7 @@ def make_request(
         priority=priority,
         tenant=tenant,
         generated=generated,
+        resumed=resumed,
         kv_form=kv_form,
     )
 

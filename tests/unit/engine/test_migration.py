@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from services.engine.api import (
     PrefillFinished,
     ReceiveWanted,
     RequestKey,
+    ResumedChoice,
     WorkKind,
 )
 from services.kv.hashing import HashScope, chain_hashes
@@ -42,8 +45,13 @@ def _decode_until(rig: EngineRig, output: Output, count: int) -> None:
 
 
 def _move(source: EngineRig, target: EngineRig, key: str) -> Output:
-    """Carry one work item over as the transfer layer does: block by block, then FINAL."""
+    """Stop a decoding work item and carry it over."""
     source.migrate(key)
+    return _carry(source, target, key)
+
+
+def _carry(source: EngineRig, target: EngineRig, key: str) -> Output:
+    """Carry what is offered over as the transfer layer does: block by block, then FINAL."""
     events = source.outputs[key]
     offer, final = events.of(OfferReady)[-1], events.of(PrefillFinished)[-1]
     lent = events.of(BlocksSealed)[-1].block_ids if events.of(BlocksSealed) else ()
@@ -149,6 +157,77 @@ def test_a_whole_item_goes_on_from_tokens_made_elsewhere() -> None:
     assert output.first_index == {0: 17}
     assert output.tokens[0] == expected[17:]
     assert output.end.times.decode_us > 0
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 50])
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 38])
+def test_a_request_under_way_is_prefilled_again_and_handed_on(length: int, count: int) -> None:
+    """Its decode worker died: another prefill worker makes one more token and offers the rest."""
+    source, target = EngineRig(max_chunk_tokens=16), EngineRig()
+    prompt = prompt_of(length)
+    expected = reference_tokens(prompt, PENALISED)
+    before = source.submit(
+        make_request("m", prompt, PENALISED, WorkKind.PREFILL, generated=tuple(expected[:count]))
+    )
+    source.run()
+    assert (before.first_index, before.tokens) == ({0: count}, {0: [expected[count]]})
+    assert before.end.handed_off
+    (offer,) = before.of(OfferReady)
+    assert offer.generated == tuple(expected[: count + 1])
+    after = _carry(source, target, "m")
+    target.run()
+    assert after.tokens[0] == expected[count + 1 :]
+    target.assert_at_rest()
+
+
+def test_a_request_that_lacks_one_token_is_not_handed_on() -> None:
+    rig = EngineRig()
+    prompt = prompt_of(20)
+    expected = reference_tokens(prompt, PENALISED)
+    output = rig.submit(
+        make_request("m", prompt, PENALISED, WorkKind.PREFILL, generated=tuple(expected[:39]))
+    )
+    rig.run()
+    assert output.tokens == {0: expected[39:]}
+    assert (output.end.reason, output.end.handed_off) == (EndReason.LENGTH, False)
+    assert not output.of(OfferReady)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9])
+def test_choices_under_way_go_on_where_each_of_them_was(num_blocks: int) -> None:
+    """One is over, one has no token yet; with few blocks they take turns."""
+    rig = EngineRig(num_blocks)
+    prompt = prompt_of(37)
+    params = replace(PENALISED, n=4)
+    expected = [reference_tokens(prompt, params, choice=choice) for choice in range(4)]
+    counts = {0: 17, 1: 0, 3: 39}
+    resumed = tuple(ResumedChoice(c, tuple(expected[c][:count])) for c, count in counts.items())
+    output = rig.submit(make_request("m", prompt, params, resumed=resumed))
+    rig.run()
+    assert output.first_index == counts
+    assert output.tokens == {c: expected[c][count:] for c, count in counts.items()}
+    assert sorted(done.choice for done in output.dones) == sorted(counts)
+    assert [done.all_choices for done in output.dones] == [False, False, True]
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": WorkKind.PREFILL, "resumed": (ResumedChoice(0, (1,)),)},
+        {"resumed": (ResumedChoice(0, (1,)), ResumedChoice(0, (2,)))},
+        {"resumed": (ResumedChoice(2, (1,)),)},
+        {"resumed": (ResumedChoice(1, tuple(range(40))),)},
+        {"generated": (1, 2)},
+    ],
+)
+def test_nonsense_about_choices_under_way_is_refused(fields: dict[str, Any]) -> None:
+    rig = EngineRig()
+    output = rig.submit(make_request("m", prompt_of(5), replace(PENALISED, n=2), **fields))
+    assert output.refused is not None
+    assert output.refused.code == "invalid_argument"
     rig.assert_at_rest()
 
 

@@ -17,6 +17,7 @@ from services.engine.api import (
     OfferReady,
     PrefillFinished,
     RequestKey,
+    ResumedChoice,
     WorkKind,
 )
 from services.kv.attached import AttachedKv
@@ -53,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.started: dict[str, tuple[int, ...]] = {}  # tokens made elsewhere before
         self.forms: dict[str, str] = {}
         self.cancelled: set[str] = set()
+        self.resumed: dict[str, tuple[ResumedChoice, ...]] = {}
 
     # -- what may happen -------------------------------------------------------------------
 
@@ -87,9 +89,14 @@ class EngineMachine(RuleBasedStateMachine):
         if kind is WorkKind.CONTINUE and not self.firsts(prompt, params):
             return  # nothing went on: no such hand-off
         generated: tuple[int, ...] = ()
-        if n == 1 and kind is not WorkKind.PREFILL:
-            known = self.expected(prompt, params, 0)[: num_generated + 1]
-            generated = tuple(known[:-1])  # what is known never ended the choice
+        resumed: tuple[ResumedChoice, ...] = ()
+        known = [self.expected(prompt, params, c)[: num_generated + 1][:-1] for c in range(n)]
+        if n == 1:
+            generated = tuple(known[0])  # what is known never ended the choice
+        elif kind is WorkKind.WHOLE and num_generated:
+            # The last choice is over already, the others have come as far as they have.
+            resumed = tuple(ResumedChoice(c, tuple(known[c][: 5 + c])) for c in range(n - 1))
+        self.resumed[key] = resumed
         self.sent[key] = (prompt, params, kind)
         self.started[key] = generated
         self.forms[key] = kv_form if kind is WorkKind.CONTINUE else ""
@@ -102,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
             deadline=deadline,
             priority=priority,
             generated=generated,
+            resumed=resumed,
             kv_form=self.forms[key],
         )
         self.rig.submit(request)
@@ -331,20 +339,44 @@ class EngineMachine(RuleBasedStateMachine):
         if output.end.handed_off and kind is not WorkKind.PREFILL:
             return  # it migrated: what it said and lent was checked then
         if kind is WorkKind.PREFILL:
-            firsts = [self.expected(prompt, params, choice)[:1] for choice in range(params.n)]
-            assert output.tokens == dict(enumerate(firsts))
-            assert output.end.handed_off == bool(self.firsts(prompt, params))
-            if output.of(PrefillFinished):
-                assert output.of(PrefillFinished)[0].first == self.firsts(prompt, params)
+            check = self.check_handed_on if self.started[key] else self.check_prefill
+            check(key, prompt, params)
             return
         choices = list(range(params.n))
-        if self.started[key]:
+        if self.resumed.get(key):
+            starts = {one.choice: len(one.generated) for one in self.resumed[key]}
+            assert output.first_index == starts
+            choices = list(starts)
+        elif self.started[key]:
             assert set(output.first_index.values()) == {len(self.started[key])}
         elif kind is WorkKind.CONTINUE and set(output.first_index.values()) == {1}:
             choices = [first.choice for first in self.firsts(prompt, params)]
         for choice in choices:
             start = output.first_index[choice]
             assert output.tokens[choice] == self.expected(prompt, params, choice)[start:]
+
+    def check_prefill(
+        self, key: str, prompt: npt.NDArray[np.uint32], params: SamplingParams
+    ) -> None:
+        output = self.rig.outputs[key]
+        firsts = [self.expected(prompt, params, choice)[:1] for choice in range(params.n)]
+        assert output.tokens == dict(enumerate(firsts))
+        assert output.end.handed_off == bool(self.firsts(prompt, params))
+        if output.of(PrefillFinished):
+            assert output.of(PrefillFinished)[0].first == self.firsts(prompt, params)
+
+    def check_handed_on(
+        self, key: str, prompt: npt.NDArray[np.uint32], params: SamplingParams
+    ) -> None:
+        """A request under way was prefilled again: one more token, then all of it is offered."""
+        output, start = self.rig.outputs[key], len(self.started[key])
+        expected = self.expected(prompt, params, 0)
+        assert output.tokens == {0: expected[start : start + 1]}
+        assert output.end.handed_off == (len(expected) > start + 1)
+        if output.end.handed_off:
+            (offer,) = output.of(OfferReady)
+            assert list(offer.generated) == expected[: start + 1]
+            assert offer.num_tokens == len(prompt) + start
 
     # -- helpers ---------------------------------------------------------------------------
 
