@@ -69,6 +69,16 @@ class RouterSettings(Section):
     max_requests: int = setting(
         4_096, "requests open at once; more are refused as overloaded", unit="requests", gt=0
     )
+    max_losses: int = setting(
+        5,
+        "workers one request may lose and go on elsewhere; 0 = it ends as worker_lost",
+        unit="workers",
+        ge=0,
+        le=100,
+    )
+    hedge_prefill: bool = setting(
+        False, "have a second worker do a prefill that is slow, and take whichever is first"
+    )
     drain_s: float = setting(10.0, "longest wait for running requests at shutdown", unit="s", ge=0)
 
 

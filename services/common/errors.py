@@ -77,6 +77,8 @@ _ROWS = (
               "The KV could not be handed over and no other way was left."),
     ErrorSpec("hash_mismatch", True, "INTERNAL", 500, "server_error",
               "The block hashes sent with a work item are not those of its tokens."),
+    ErrorSpec("quarantined", False, "FAILED_PRECONDITION", 422, "invalid_request_error",
+              "Workers died of this very prompt; it is not run again for a while."),
     ErrorSpec("internal", False, "INTERNAL", 500, "server_error",
               "A fault of ours; the request id leads to the log line."),
 )  # fmt: skip

@@ -24,6 +24,7 @@ from services.registry.schema import namespace_of
 from services.router.admin_servicer import AdminServicer
 from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.dispatch import Router
+from services.router.hedge import HedgeConfig
 from services.router.hooks import MetricsHooks
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
@@ -84,6 +85,8 @@ class _RouterProcess:
                 router_id=router_id,
                 force_mode=settings.force_mode or None,
                 max_open_requests=settings.max_requests,
+                max_losses=settings.max_losses,
+                hedge=HedgeConfig(enabled=settings.hedge_prefill),
                 link=LinkConfig(
                     tls=LinkTls(identity, config.tls.worker_name) if identity else None,
                     allow_plaintext=config.auth.allow_plaintext,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common.clock import Clock
@@ -17,33 +16,18 @@ from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2
 from services.resilience.breaker import Outcome, outcome_of
 from services.resilience.retry_budget import RetryBudget
-from services.router.api import RequestEnd, RouterOutput
+from services.router.api import GenerateCall, RequestEnd, RouterOutput
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
+from services.router.hedge import HedgeClock
 from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
-from services.router.link import ResumePoint, WorkerLink
-from services.router.output_buffer import OutputBuffer
-from services.router.policy import (
-    LOCAL,
-    REMOTE,
-    STAY,
-    Decision,
-    choose,
-    choose_decode,
-    expected_tokens,
-)
-from services.router.view import WorkerView
-from services.router.wire import (
-    CONTINUE,
-    PREFILL,
-    WHOLE,
-    WorkHead,
-    build_work,
-    known_code,
-    read_tokens,
-    stage_times,
-)
+from services.router.link import LossCause, ResumePoint, WorkerLink
+from services.router.open_request import OpenRequest
+from services.router.poison import OpenWork, Quarantine, blame, prompt_digest
+from services.router.recovery import Cure, RecoveryLimits, is_loss, plan_recovery
+from services.router.sending import Sender
+from services.router.wire import CONTINUE, PREFILL, known_code, read_tokens, stage_times
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -51,22 +35,13 @@ log = get_logger(__name__)
 MIGRATE_RETRY_S = 0.5  # a worker that could not offer a request is asked again after this
 # A short answer may be over before its prefill worker's report has come: the end waits this long.
 REPORT_WAIT_S = 0.05
+LOOK_AGAIN_S = 0.1  # for a worker, on behalf of those that wait for one
+_HEDGE_RESERVE = 2.0
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
-
-
-@dataclass(slots=True, eq=False)
-class OpenRequest:
-    """A request in this router: its way through the cluster, and the client's end of it."""
-
-    progress: Progress
-    buffer: OutputBuffer
-    deadline_timer: asyncio.TimerHandle | None = None
-    report_timer: asyncio.TimerHandle | None = None  # every choice is over, a report is not here
-    is_settled: bool = False  # nothing of it is open at any worker, nothing is booked
 
 
 class Conductor:
@@ -83,8 +58,17 @@ class Conductor:
         self._cluster = cluster
         self._clock = clock
         self._hooks = hooks
-        self._budget = RetryBudget(config.retry_ratio)
+        self._sender = Sender(config, cluster, clock)
+        self._limits = RecoveryLimits(config.max_retries, config.max_losses)
+        self._retries = RetryBudget(config.retry_ratio)
+        # A death may cost what was open there once, however much that was.
+        self._losses = RetryBudget(1.0, float(config.max_open_requests))
+        self._hedges = RetryBudget(config.hedge.ratio, _HEDGE_RESERVE)
+        self._hedge_clock = HedgeClock(config.hedge)
+        self._quarantine = Quarantine(config.poison)
         self._open: dict[int, OpenRequest] = {}
+        self._waiting: dict[int, OpenRequest] = {}  # of them: those nobody can take now
+        self._look_timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -99,36 +83,46 @@ class Conductor:
         """Wait until no request is open."""
         await self._idle.wait()
 
+    def check(self, call: GenerateCall) -> None:
+        """Raise RequestError for a prompt that has brought down workers."""
+        if not len(self._quarantine):
+            return
+        if self._quarantine.holds(call.tenant, prompt_digest(call.token_ids), self._clock.now()):
+            raise _quarantined()
+
     def add(self, request: OpenRequest) -> None:
         """Take over a request; from now on it ends by its deadline at the latest."""
         progress = request.progress
         self._open[progress.number] = request
         self._idle.clear()
-        self._budget.note_request()
+        for budget in (self._retries, self._losses, self._hedges):
+            budget.note_request()
         left_s = max(0.0, progress.call.deadline - self._clock.now())
         request.deadline_timer = asyncio.get_running_loop().call_later(
             left_s, self._expire, request
         )
 
-    def begin(self, request: OpenRequest, exclude: frozenset[WorkerId]) -> Decision:
-        """Choose mode and worker for the whole request and send it.
+    def begin(self, request: OpenRequest, refusal: IsthmusError | None = None) -> None:
+        """Send all that the client does not have yet; else wait for a worker, or fail.
 
-        Raises:
-            RequestError: no_workers.
+        Args:
+            refusal: what the request ends with if nobody else can take it.
         """
-        progress = request.progress
-        while True:
-            decision = choose(
-                progress.facts, self._cluster.view(), progress.depth, self._config.policy, exclude
-            )
-            progress.attempt += 1
-            progress.decision = decision
-            progress.mode, progress.reason = decision.mode, decision.reason
-            kind = PREFILL if decision.mode == REMOTE else WHOLE
-            if self._send(request, kind, decision.worker, uncached_tokens=_uncached(decision)):
-                return decision
-            # Its Link broke in this very moment, or its queue is full.
-            exclude |= {decision.worker.worker_id}
+        failure = self._try_to_begin(request)
+        if failure is None:
+            self._stop_waiting(request, "taken")
+            return
+        now, is_waiting = self._clock.now(), request.wait_until is not None
+        if not is_waiting:
+            request.wait_until = now + self._config.wait_s
+        assert request.wait_until is not None
+        if now < request.wait_until and self._may_wait(request.progress):
+            if not is_waiting:
+                log.info("router.waits", request_id=request.progress.call.request_id)
+                self._waiting[request.progress.number] = request
+                self._look_later()
+            return
+        self.fail(request, refusal or failure)
 
     def fail(self, request: OpenRequest, error: IsthmusError) -> None:
         """End a request with an error, at the client and at its workers."""
@@ -151,15 +145,13 @@ class Conductor:
         if request.is_settled:
             return
         request.is_settled = True
+        self._stop_waiting(request, reason)
         progress = request.progress
         for leg in progress.legs_to_cancel():
-            self._cancel(progress, leg, reason)
+            self._sender.cancel(progress, leg, reason)
         for leg in progress.legs:
-            self._close(leg)
-        if request.deadline_timer is not None:
-            request.deadline_timer.cancel()
-        if request.report_timer is not None:
-            request.report_timer.cancel()
+            self._sender.close(leg)
+        request.stop_timers()
         del self._open[progress.number]
         if not self._open:
             self._idle.set()
@@ -167,130 +159,98 @@ class Conductor:
     def _expire(self, request: OpenRequest) -> None:
         self.fail(request, RequestError("deadline_exceeded", "the request's deadline passed"))
 
-    # -- sending work ------------------------------------------------------------------------
+    # -- finding somebody --------------------------------------------------------------------
 
-    def _continue(self, request: OpenRequest, source: Leg) -> bool:
-        """Pass the ticket to a decode worker; False when none can take it."""
+    def _try_to_begin(self, request: OpenRequest) -> IsthmusError | None:
+        """Send to somebody; return why that is not possible now."""
         progress = request.progress
-        while True:
-            view = self._cluster.view()
-            prefill, decision = view.find(source.worker_id), None
-            # One that offers a running request is not who it should go on at.
-            excluded = progress.failed | ({source.worker_id} if source.generated else set())
-            if prefill is not None:
-                decision = choose_decode(
-                    progress.facts, prefill, view, self._config.policy, frozenset(excluded)
-                )
-            if decision is None:
-                return False
-            if self._send(request, CONTINUE, decision.worker, source=source):
-                if not source.generated:
-                    progress.marks.continued = self._clock.now()
-                return True
-            progress.failed.add(decision.worker.worker_id)
-
-    def _stay(self, request: OpenRequest, source: Leg) -> bool:
-        """Let the prefill worker go on by itself: nobody is left to hand off to.
-
-        It starts the request anew under a higher attempt, which fences the first: the prompt is
-        in its cache, and tokens are drawn by seed and position, so what the client already has
-        comes out again and is taken once.
-        """
-        progress = request.progress
-        worker = self._cluster.view().find(source.worker_id)
-        if worker is None or progress.facts.force_mode == REMOTE:
-            return False
-        progress.attempt += 1
-        if not self._send(request, WHOLE, worker):
-            return False
-        progress.mode, progress.reason = STAY, "no_decode_worker"
-        source.has_failed = True
-        self._close(source)
-        return True
-
-    def _start_over(self, request: OpenRequest, source: Leg) -> bool:
-        """Compute a request anew whose KV cannot be had; what the client has is not drawn again."""
-        progress = request.progress
-        for mode in (LOCAL, STAY):
-            facts = replace(progress.facts, force_mode=mode)
-            view, excluded = self._cluster.view(), frozenset({*progress.failed, source.worker_id})
+        failure: IsthmusError | None = None
+        avoided = progress.failed | self._apart_from(progress)
+        # Who was lost may be back, but others come first.
+        for excluded in (avoided | progress.lost_at, avoided):
             try:
-                decision = choose(facts, view, progress.depth, self._config.policy, excluded)
-            except RequestError:
-                continue  # no worker of that role
-            progress.attempt += 1
-            if self._send(request, WHOLE, decision.worker, source=source):
-                return True
-        # Nobody else: the worker that offered it takes it back, draining or not.
-        worker = self._cluster.view().find(source.worker_id)
-        progress.attempt += 1
-        return worker is not None and self._send(request, WHOLE, worker, source=source)
+                decision = self._sender.begin(progress, frozenset(excluded))
+            except RequestError as error:
+                failure = error
+                continue
+            if len(progress.legs) == 1:
+                waited_s = self._clock.now() - progress.route_began
+                self._hooks.decided(progress.call, decision, waited_s)
+                self._watch_prefill(request, progress.legs[0])
+            return None
+        return None if self._sender.take_back(progress) else failure
 
-    def _send(
-        self,
-        request: OpenRequest,
-        kind: str,
-        worker: WorkerView,
-        *,
-        uncached_tokens: int = 0,
-        source: Leg | None = None,
-    ) -> bool:
-        """Send one work item and book it; False when the Link cannot take it.
+    def _may_wait(self, progress: Progress) -> bool:
+        """Say whether waiting may help; what was under way waits even without a sign of it."""
+        return progress.num_losses > 0 or self._sender.is_anyone_coming()
 
-        Args:
-            source: whose KV, or whose tokens so far, the worker goes on from.
-        """
-        progress = request.progress
-        link = self._cluster.link(worker.worker_id)
-        if link is None or link.incarnation is None:
-            return False
-        now = self._clock.now()
-        head = WorkHead(
-            request=progress.number,
-            attempt=progress.attempt,
-            kind=kind,
-            incarnation=link.incarnation,
-            # After a refusal the generation is left out: the store's word on it may be old.
-            slot_gen=0 if progress.num_retries else worker.slot_gen,
-            deadline_ms=max(1, int((progress.call.deadline - now) * 1000)),
-            ticket=source.ticket if source is not None and kind == CONTINUE else b"",
-            generated=source.generated if source is not None else b"",
-        )
-        if not link.send_work(build_work(head, progress.call, progress.hashes)):
-            return False
-        self._cluster.acquire(worker.worker_id)
-        resident = 0 if kind == PREFILL else expected_tokens(progress.facts, self._config.policy)
-        booking = self._cluster.bookings.book(worker.worker_id, uncached_tokens, resident, now)
-        progress.legs.append(
-            Leg(
-                kind=kind,
-                worker_id=worker.worker_id,
-                incarnation=link.incarnation,
-                attempt=progress.attempt,
-                booking=booking,
-                next_index=[head.first_index] * progress.logical.num_choices,
-                source=source,
-                first_index=head.first_index,
-            )
-        )
-        if progress.marks.sent is None:
-            progress.marks.sent = now
-        return True
+    def _stop_waiting(self, request: OpenRequest, outcome: str) -> None:
+        request.wait_until = None
+        if self._waiting.pop(request.progress.number, None) is not None:
+            self._hooks.waited(request.progress.call, outcome)
 
-    def _cancel(self, progress: Progress, leg: Leg, reason: str) -> None:
-        link = self._cluster.link(leg.worker_id)
-        if link is not None and link.incarnation == leg.incarnation:
-            link.cancel(progress.number, leg.attempt, reason)
+    def _look_later(self) -> None:
+        if self._look_timer is None and self._waiting:
+            loop = asyncio.get_running_loop()
+            self._look_timer = loop.call_later(LOOK_AGAIN_S, self._look_again)
 
-    def _close(self, leg: Leg) -> None:
-        leg.is_open = False
-        self._cluster.bookings.release(leg.booking)
+    def _look_again(self) -> None:
+        """Try again for everyone who waits."""
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+            self._look_timer = None
+        for request in list(self._waiting.values()):
+            self._guard(request, self.begin)
+        self._look_later()
+
+    def _guard(self, request: OpenRequest, handle: Callable[[OpenRequest], None]) -> None:
+        """Let a fault in handling one request end that one alone."""
+        try:
+            handle(request)
+        except IsthmusError as error:
+            self.fail(request, error)
+        except Exception:
+            log.exception("router.request_fault", request_id=request.progress.call.request_id)
+            self.fail(request, RequestError("internal", "the router failed to go on"))
+
+    # -- hedging -----------------------------------------------------------------------------
+
+    def _watch_prefill(self, request: OpenRequest, leg: Leg) -> None:
+        """Have another worker try if this one turns out slow."""
+        if leg.kind != PREFILL:
+            return
+        delay_s = self._hedge_clock.delay_s(leg.predicted_s)
+        if delay_s is not None:
+            loop = asyncio.get_running_loop()
+            request.hedge_timer = loop.call_later(delay_s, self._hedge, request, leg)
+
+    def _hedge(self, request: OpenRequest, leg: Leg) -> None:
+        if not leg.is_open or leg.was_heard or not self._hedges.take():
+            return
+        if self._sender.hedge(request.progress, leg):
+            self._hooks.hedged(request.progress.call, "sent")
+
+    def _first_heard(self, request: OpenRequest, leg: Leg) -> None:
+        """A prefill worker has begun to answer: whoever does the same work may stop."""
+        progress, now = request.progress, self._clock.now()
+        if leg.goes_on:
+            return
+        self._hedge_clock.note(leg.predicted_s, now - leg.sent_at)
+        for rival in progress.legs:
+            if rival is leg or rival.kind != PREFILL or not rival.is_open:
+                continue
+            self._hedge_clock.note(rival.predicted_s, now - rival.sent_at)
+            self._sender.withdraw(progress, rival, "another worker was faster")
+            if rival.attempt < leg.attempt:
+                self._hooks.hedged(progress.call, "won")
 
     # -- frames (LinkEvents) -----------------------------------------------------------------
 
     def on_frame(self, link: WorkerLink, frame: worker_pb2.WorkerFrame) -> None:
         """Apply one frame of a worker."""
         worker_id = link.info.worker_id
+        if frame.HasField("welcome"):
+            self._look_again()
         for tokens in frame.tokens:
             last = tokens.first_index + len(tokens.token_ids) // 4 - 1
             if last >= 0:
@@ -310,25 +270,21 @@ class Conductor:
         worker_id: WorkerId,
         number: int,
         attempt: int,
-        handle: Callable[[OpenRequest, Leg], None],
+        handle: Callable[..., None],
     ) -> None:
         """Handle a message for the open leg it belongs to; late and fenced ones have none."""
         request = self._open.get(number)
         leg = request.progress.open_leg(worker_id, attempt) if request is not None else None
         if request is None or leg is None:
             return
-        try:
-            handle(request, leg)
-        except IsthmusError as error:
-            self.fail(request, error)
-        except Exception:
-            log.exception("router.request_fault", request_id=request.progress.call.request_id)
-            self.fail(request, RequestError("internal", "the router failed to go on"))
+        self._guard(request, partial(handle, leg=leg))
 
     def _tokens(self, message: worker_pb2.Tokens, request: OpenRequest, leg: Leg) -> None:
         progress, tokens = request.progress, read_tokens(message)
         now = self._clock.now()
-        if leg.source is not None and leg.source.generated and not leg.has_tokens:
+        if leg.kind == PREFILL and not leg.was_heard:
+            self._first_heard(request, leg)
+        if leg.goes_on and not leg.has_tokens:
             self._moved(progress, leg, now)
         progress.marks.newest_token = now
         leg.note_tokens(tokens.choice, tokens.first_index + len(tokens.token_ids))
@@ -345,18 +301,21 @@ class Conductor:
             return
         if leg.kind != PREFILL or leg.ticket:
             return  # a resume sends it again
+        if not leg.was_heard:
+            self._first_heard(request, leg)
         leg.ticket = message.ticket
-        if not self._continue(request, leg) and not self._stay(request, leg):
-            raise RequestError("no_workers", "no decode worker can take the request over")
+        progress = request.progress
+        if not self._sender.pass_on(progress, leg) and not self._sender.stay(progress, leg):
+            self._replace(request)
 
     def _migrate(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
-        """A decode worker has stopped this request and offers its KV to another."""
+        """A worker has stopped this request and offers its KV to another."""
         if leg.generated:
             return  # a resume sends it again
         leg.ticket, leg.generated = message.ticket, message.generated
         request.progress.attempt += 1
-        if not self._continue(request, leg) and not self._start_over(request, leg):
-            raise RequestError("no_workers", "no other worker can take the request over")
+        if not self._sender.pass_on(request.progress, leg):
+            self._replace(request)
 
     def _moved(self, progress: Progress, leg: Leg, now: float) -> None:
         """The first token after a migration is here."""
@@ -383,7 +342,7 @@ class Conductor:
         if message.reason == common_pb2.FINISH_REASON_ERROR:
             if not message.all_choices:
                 # One choice failed; the request fails as a whole, so the others must end too.
-                self._cancel(request.progress, leg, "another choice failed")
+                self._sender.cancel(request.progress, leg, "another choice failed")
             self._leg_failed(request, leg, known_code(message.error, "internal"), message.error)
         elif message.handed_off:
             self._handed_off(request, leg)
@@ -406,7 +365,9 @@ class Conductor:
             return
         self._cluster.record(leg.worker_id, Outcome.SUCCESS)
         leg.is_handed_off = True
-        self._close(leg)
+        if leg.kind == PREFILL:
+            request.progress.note_prefix(leg.worker_id)
+        self._sender.close(leg)
         self._end_if_over(request)
 
     def _choice_done(self, message: worker_pb2.Done, request: OpenRequest, leg: Leg) -> None:
@@ -414,7 +375,7 @@ class Conductor:
         outputs = logical.end_choice(message.choice, _FINISH[message.reason])
         if message.all_choices:
             self._cluster.record(leg.worker_id, Outcome.SUCCESS)
-            self._close(leg)
+            self._sender.close(leg)
             if not logical.has_all_ends():
                 raise RequestError("internal", "a worker ended without ending every choice")
         self._deliver(request, outputs)
@@ -454,12 +415,14 @@ class Conductor:
         """One leg is lost: go on without it, try elsewhere, or end the request."""
         progress = request.progress
         leg.has_failed = True
-        self._close(leg)
-        self._cluster.record(leg.worker_id, outcome_of(code))
+        self._sender.close(leg)
+        if not leg.is_lost:
+            self._cluster.record(leg.worker_id, outcome_of(code))
         if leg.kind == CONTINUE and not leg.has_tokens:
             self._hooks.handoff_failed(code)
-        if leg.kind == PREFILL and self._outlives_prefill(progress):
-            leg.has_failed = False
+        plan = plan_recovery(progress, leg, code, self._limits)
+        if plan.cure is Cure.LEAVE:
+            leg.has_failed = plan.reason != "decode_goes_on"  # that part of it was done
             self._end_if_over(request)
             return
         error = RequestError(
@@ -467,11 +430,11 @@ class Conductor:
             cause.message or ERROR_TABLE[code].meaning,
             retry_after_ms=cause.retry_after_ms or None,
         )
-        if not self._may_retry(progress, leg, code):
+        budget = self._losses if is_loss(code) else self._retries
+        if plan.cure is Cure.GIVE_UP or not budget.take():
             self.fail(request, error)
             return
-        progress.num_retries += 1
-        progress.failed.add(leg.worker_id)
+        progress.note_failure(leg, is_loss=is_loss(code))
         self._hooks.retried(progress.call, code)
         # A retry saved the request, but not the time: an operator should know of the worker.
         log.warning(
@@ -480,57 +443,27 @@ class Conductor:
             worker=leg.worker_id,
             kind=leg.kind,
             code=code,
+            cure=plan.cure.value,
+            reason=plan.reason,
         )
-        if not self._try_again(request, leg, code):
-            self.fail(request, error)
-
-    def _outlives_prefill(self, progress: Progress) -> bool:
-        """Decode goes on without its source once every first token is here."""
-        receiver = progress.newest(CONTINUE)
-        return receiver is not None and progress.logical.has_first_tokens
-
-    def _may_retry(self, progress: Progress, leg: Leg, code: str) -> bool:
-        """Say whether a leg's work may be done again without the client noticing."""
-        if not ERROR_TABLE[code].retryable or progress.num_retries >= self._config.max_retries:
-            return False
-        # The tokens of a finished prefill, or of a worker it migrated from, are no obstacle.
-        begins_later = leg.kind == CONTINUE or leg.first_index > 0
-        is_clean = not leg.has_tokens if begins_later else not progress.logical.has_output
-        return (is_clean or leg.is_given_up) and self._budget.take()
-
-    def _try_again(self, request: OpenRequest, failed: Leg, code: str) -> bool:
-        progress, source = request.progress, failed.source
-        if source is not None and source.generated:
+        if plan.source is not None:
             progress.attempt += 1  # fences the failed one at the worker that offers
-            may_pull = failed.kind == CONTINUE and not failed.is_given_up
-            if may_pull and self._continue(request, source):
-                return True
-            return self._start_over(request, source)
-        source = progress.newest(PREFILL)
-        if failed.kind == CONTINUE and source is not None and not failed.is_given_up:
-            progress.attempt += 1  # fences the failed one at the prefill worker
-            return self._continue(request, source) or self._stay(request, source)
-        for leg in progress.legs:
-            if leg.is_open:
-                # A receiver without its source.
-                leg.has_failed = True
-                self._cancel(progress, leg, code)
-                self._close(leg)
-        try:
-            self.begin(request, frozenset(progress.failed))
-        except RequestError:
-            if code != "stale_incarnation":
-                return False
-            # The worker lives, only our idea of it was old: it may be asked again.
-            return self._begin_anywhere(request)
-        return True
+            source = plan.source
+            if self._sender.pass_on(progress, source) or self._sender.stay(progress, source):
+                return
+        self._replace(request, error)
 
-    def _begin_anywhere(self, request: OpenRequest) -> bool:
-        try:
-            self.begin(request, frozenset())
-        except RequestError:
-            return False
-        return True
+    def _replace(self, request: OpenRequest, refusal: IsthmusError | None = None) -> None:
+        """Have all that the client does not have yet made elsewhere."""
+        progress = request.progress
+        for leg in progress.legs_to_cancel():
+            if leg.is_open:
+                self._sender.withdraw(progress, leg, "it goes on elsewhere")
+            else:
+                self._sender.cancel(progress, leg, "it goes on elsewhere")
+        self._deliver(request, progress.logical.rewind())
+        if not request.is_settled and not progress.logical.is_over:
+            self.begin(request, refusal)
 
     # -- Links (LinkEvents) ------------------------------------------------------------------
 
@@ -543,8 +476,7 @@ class Conductor:
 
     def _move_away(self, worker_id: WorkerId, link: WorkerLink) -> None:
         """Ask a draining worker for what decodes there, as far as another can take it."""
-        view, now = self._cluster.view(), self._clock.now()
-        source = view.find(worker_id)
+        source, now = self._cluster.view().find(worker_id), self._clock.now()
         if source is None:
             return
         for request in self._open.values():
@@ -552,8 +484,7 @@ class Conductor:
             leg = _movable_leg(progress, worker_id, link.incarnation)
             if leg is None or now - leg.migrate_asked_at < MIGRATE_RETRY_S:
                 continue
-            failed = frozenset(progress.failed)
-            if choose_decode(progress.facts, source, view, self._config.policy, failed) is None:
+            if not self._sender.can_take(progress, source):
                 continue
             leg.migrate_asked_at = now
             link.migrate(progress.number, leg.attempt)
@@ -563,18 +494,67 @@ class Conductor:
         self._hooks.link_cut(worker_id, reason)
 
     def on_lost(
-        self, worker_id: WorkerId, incarnation: Incarnation, requests: Sequence[int] | None
+        self,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        requests: Sequence[int] | None,
+        cause: LossCause,
     ) -> None:
-        """End or retry what was open at a worker that is gone."""
-        wanted = None if requests is None else frozenset(requests)
-        for request in list(self._open.values()):
-            progress = request.progress
-            if wanted is not None and progress.number not in wanted:
-                continue
-            for leg in list(progress.legs):
+        """Let what was open at a worker that is gone go on elsewhere."""
+        wanted = self._open if requests is None else frozenset(requests)
+        lost: list[tuple[OpenRequest, Leg]] = []
+        for request in self._open.values():
+            for leg in request.progress.legs:
                 is_theirs = leg.worker_id == worker_id and leg.incarnation == incarnation
-                if leg.is_open and is_theirs and not request.is_settled:
-                    self._apply(worker_id, progress.number, leg.attempt, self._lost)
+                if is_theirs and request.progress.number in wanted:
+                    leg.is_lost = True
+                    if leg.is_open:
+                        lost.append((request, leg))
+        if lost and cause in (LossCause.DIED, LossCause.CUT):
+            # Once, however much was open: it says one thing of the worker.
+            self._cluster.record(worker_id, Outcome.FAILURE)
+        if cause is LossCause.DIED:
+            self._blame(worker_id, lost)
+        for request, leg in lost:
+            self._apply(worker_id, request.progress.number, leg.attempt, self._lost)
+
+    def _blame(self, worker_id: WorkerId, lost: Sequence[tuple[OpenRequest, Leg]]) -> None:
+        """Find who may have killed a worker; who has done so twice is not sent again."""
+        now, poison = self._clock.now(), self._config.poison
+        verdict = blame(
+            [
+                OpenWork(
+                    number=request.progress.number,
+                    is_new=not leg.was_heard and now - leg.sent_at < poison.new_for_s,
+                    is_suspect=request.progress.is_suspect,
+                )
+                for request, leg in lost
+            ]
+        )
+        for number in verdict.suspects:
+            suspect = self._open[number].progress
+            suspect.is_suspect, suspect.keep_apart_until = True, now + poison.keep_apart_s
+        if verdict.quarantined is None:
+            return
+        guilty = self._open[verdict.quarantined]
+        call = guilty.progress.call
+        self._quarantine.add(call.tenant, prompt_digest(call.token_ids), now)
+        self._hooks.quarantined(call)
+        log.error("router.quarantined", request_id=call.request_id, worker=worker_id)
+        self.fail(guilty, _quarantined())
+
+    def _apart_from(self, progress: Progress) -> set[WorkerId]:
+        """Return workers where another suspect is new: two could not be told apart there."""
+        now, poison = self._clock.now(), self._config.poison
+        if not progress.is_suspect or now >= progress.keep_apart_until:
+            return set()
+        return {
+            leg.worker_id
+            for other in self._open.values()
+            if other.progress.is_suspect and other.progress is not progress
+            for leg in other.progress.legs
+            if leg.is_open and not leg.was_heard and now - leg.sent_at < poison.new_for_s
+        }
 
     def _lost(self, request: OpenRequest, leg: Leg) -> None:
         cause = common_pb2.Error(message=f"worker {leg.worker_id} died or was cut off")
@@ -603,6 +583,5 @@ def _movable_leg(
     return None
 
 
-def _uncached(decision: Decision) -> int:
-    """Prompt tokens the chosen worker has to compute; unknown (0) in a decode worker's terms."""
-    return decision.terms[0].uncached_tokens if decision.mode != LOCAL else 0
+def _quarantined() -> RequestError:
+    return RequestError("quarantined", "two workers died of this prompt; it is not run again")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.common.ids import Incarnation, new_incarnation
+from services.router.hedge import HedgeConfig
+from services.router.poison import PoisonConfig
 from services.router.policy import PolicyConfig
 from services.runtime.tls import TlsIdentity
 
@@ -46,7 +48,11 @@ class RouterConfig:
     forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
     max_open_requests: int = 4096
     max_buffered_outputs: int = 2048  # per request; a client that lags further is cut off
-    max_retries: int = 1  # times a request is dispatched again
-    retry_ratio: float = 0.1  # retries over requests, beyond a small reserve
+    max_retries: int = 1  # times a request is sent again after a refusal, before its first token
+    retry_ratio: float = 0.1  # such retries over requests, beyond a small reserve
+    max_losses: int = 5  # times a request goes on elsewhere after it lost its worker
+    wait_s: float = 5.0  # for workers that are about to come, or to come back
+    hedge: HedgeConfig = field(default_factory=HedgeConfig)
+    poison: PoisonConfig = field(default_factory=PoisonConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     link: LinkConfig = field(default_factory=LinkConfig)

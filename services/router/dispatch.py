@@ -13,10 +13,11 @@ from services.kv.hashing import HashScope, chain_hashes
 from services.registry.base import RegistryReader
 from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOutput, ServedModel
 from services.router.cluster_watch import ClusterWatch
-from services.router.conductor import Conductor, OpenRequest
+from services.router.conductor import Conductor
 from services.router.config import RouterConfig
 from services.router.hooks import RequestSummary, RouterHooks
 from services.router.legs import Progress
+from services.router.open_request import OpenRequest
 from services.router.output_buffer import OutputBuffer
 from services.router.policy import MODES, RETRY_AFTER_MS, RequestFacts, choose
 from services.router.request import LogicalRequest, TokenText
@@ -161,6 +162,7 @@ class Router:
             )
         if call.deadline <= self._clock.now():
             raise RequestError("deadline_exceeded", "the deadline passed before the work began")
+        self._conductor.check(call)
         scope = HashScope(self._manifest.weights_digest, "", call.namespace)
         hashes = chain_hashes(scope, call.token_ids)
         facts = RequestFacts(
@@ -177,7 +179,7 @@ class Router:
             call=call,
             facts=facts,
             hashes=hashes,
-            logical=LogicalRequest(call, self._text),
+            logical=LogicalRequest(call, self._text, self._manifest.eos_token_ids),
             marks=Marks(received=call.received_at),
         )
         # n choices share the buffer, so each brings its own room.
@@ -188,17 +190,16 @@ class Router:
 
     async def _route(self, request: OpenRequest) -> None:
         """Look up, decide and send the first work item."""
-        progress, started = request.progress, self._clock.now()
+        progress = request.progress
+        progress.route_began = self._clock.now()
         progress.depth = await self._cluster.depths(progress.hashes)
-        if request.is_settled:
-            return  # the deadline passed, or the router stops: the buffer has the error
-        decision = self._conductor.begin(request, frozenset())
-        self._hooks.decided(progress.call, decision, self._clock.now() - started)
+        if not request.is_settled:  # else its deadline passed, or the router stops
+            self._conductor.begin(request)
 
     def _final(self, progress: Progress) -> RequestEnd:
         """Fill in the figures of a request at the moment its last frame is written."""
         decision = progress.decision
-        if decision is not None and not progress.num_retries:
+        if decision is not None and not progress.num_retries and not progress.num_losses:
             expected = decision.terms[0].hit_tokens
             if expected > progress.cached_tokens:
                 self._note_missed_hint(progress, expected)

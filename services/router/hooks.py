@@ -43,6 +43,15 @@ class RouterHooks:
     def migrated(self, call: GenerateCall, gap_s: float) -> None:
         """A request went on at another decode worker, that long after its last token."""
 
+    def waited(self, call: GenerateCall, outcome: str) -> None:
+        """A request waited for a worker: "taken", or the code it ended with."""
+
+    def hedged(self, call: GenerateCall, outcome: str) -> None:
+        """A slow prefill got a second worker: "sent"; later "won" if that one was first."""
+
+    def quarantined(self, call: GenerateCall) -> None:
+        """A request was blamed for the death of workers."""
+
     def store_called(self, op: str, outcome: str, seconds: float) -> None:
         """The store answered, or did not."""
 
@@ -81,6 +90,18 @@ class MetricsHooks(RouterHooks):
         """Count it and note its gap."""
         self._metrics.add(catalog.MIGRATIONS, 1)
         self._metrics.observe(catalog.MIGRATION_GAP, gap_s)
+
+    def waited(self, call: GenerateCall, outcome: str) -> None:
+        """Count it."""
+        self._metrics.add(catalog.WAITED, 1, outcome=outcome)
+
+    def hedged(self, call: GenerateCall, outcome: str) -> None:
+        """Count it."""
+        self._metrics.add(catalog.HEDGES, 1, outcome=outcome)
+
+    def quarantined(self, call: GenerateCall) -> None:
+        """Count it."""
+        self._metrics.add(catalog.QUARANTINED, 1)
 
     def handoff_failed(self, code: str) -> None:
         """Count it; which plane it would have taken only its worker knows."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.registry.base import HINT_STRIDE_BLOCKS
 from services.router.api import GenerateCall, RequestTiming
 from services.router.booking import Booking
 from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
@@ -24,9 +25,11 @@ class Leg:
     attempt: int
     booking: Booking
     next_index: list[int]  # per choice: the first index this worker still owes
+    sent_at: float
     is_open: bool = True
     is_handed_off: bool = False
     has_failed: bool = False
+    is_lost: bool = False  # that life of the worker is over, or out of reach
     is_given_up: bool = False  # its worker stopped it to migrate it, and could not offer it
     has_tokens: bool = False
     has_report: bool = False
@@ -34,20 +37,34 @@ class Leg:
     generated: bytes = b""  # tokens so far, once this worker offers the request for migration
     source: Leg | None = None  # of CONTINUE: whose ticket it was given
     first_index: int = 0  # of the first token it was asked for
+    predicted_s: float = 0.0  # until its first message, where it was chosen for a prefill
+    goes_on: bool = False  # the client had tokens of another worker when this was sent
     migrate_asked_at: float = float("-inf")
     stages: StageTimes = field(default_factory=StageTimes)
     cached_tokens: int = 0
 
     @property
-    def is_migration(self) -> bool:
-        """Whether it goes on where another worker had begun to answer."""
-        return self.source is not None and bool(self.source.generated)
+    def was_heard(self) -> bool:
+        """Whether its worker has shown progress of any kind."""
+        return self.has_tokens or self.has_report or bool(self.ticket)
 
     def note_tokens(self, choice: int, end_index: int) -> None:
         """Note that this worker delivered one choice's tokens up to `end_index` (exclusive)."""
         self.has_tokens = True
         if choice < len(self.next_index):
             self.next_index[choice] = max(self.next_index[choice], end_index)
+
+    @property
+    def own_stages(self) -> StageTimes:
+        """Its stage times as the request counts them.
+
+        KV of tokens the client has came by a migration, not by a handoff; and a prefill done
+        again for a request under way is none to the client.
+        """
+        if self.kind == CONTINUE:
+            is_migration = self.source is not None and bool(self.source.generated)
+            return self.stages.of_migration() if is_migration else self.stages
+        return StageTimes(decode_us=self.stages.decode_us) if self.goes_on else self.stages
 
     def note_report(self, stages: StageTimes, cached_tokens: int) -> None:
         """Note what the worker says at the end of a choice."""
@@ -68,13 +85,18 @@ class Progress:
     marks: Marks
     depth: Mapping[WorkerId, int] = field(default_factory=dict)
     decision: Decision | None = None
+    route_began: float = 0.0
     mode: str = ""
     reason: str = ""  # why that mode
     attempt: int = 0
-    num_retries: int = 0
+    num_retries: int = 0  # after a refusal or a failure
+    num_losses: int = 0  # after a worker was lost
     num_migrations: int = 0
     migration_gap_us: int = 0  # the longest
     failed: set[WorkerId] = field(default_factory=set)  # not to be tried again
+    is_suspect: bool = False  # was new at a worker that died
+    keep_apart_until: float = float("-inf")  # of a suspect: from other suspects
+    lost_at: set[WorkerId] = field(default_factory=set)  # to be tried again if nobody else can
     legs: list[Leg] = field(default_factory=list)
 
     def open_leg(self, worker_id: WorkerId, attempt: int) -> Leg | None:
@@ -88,18 +110,35 @@ class Progress:
         """Return the newest leg of a kind that has not failed."""
         return next((g for g in reversed(self.legs) if g.kind == kind and not g.has_failed), None)
 
+    def note_failure(self, leg: Leg, *, is_loss: bool) -> None:
+        """Count a failure; who would not is not asked again, who was lost only at a pinch."""
+        if is_loss:
+            self.num_losses += 1
+            self.lost_at.add(leg.worker_id)
+        else:
+            self.num_retries += 1
+            self.failed.add(leg.worker_id)
+
+    def offer(self) -> Leg | None:
+        """Return the newest leg that stopped and offers what it has, if its worker is there."""
+        return next((g for g in reversed(self.legs) if g.generated and not g.is_lost), None)
+
+    def note_prefix(self, worker_id: WorkerId) -> None:
+        """Note that a worker has computed the whole prompt: nobody has a longer prefix of it."""
+        self.depth = {**self.depth, worker_id: len(self.hashes) // HINT_STRIDE_BLOCKS}
+
     def legs_to_cancel(self) -> list[Leg]:
         """Return the legs whose workers may still hold something for this request.
 
-        A prefill worker that handed off holds the KV until decode has it, and decode is known
-        to have it only by its first token.
+        A worker that handed off holds the KV until another has it, and that one is known to have
+        it only by its first token.
         """
-        receiver = self.newest(CONTINUE)
-        is_taken_over = receiver is not None and receiver.has_tokens
+        taken = [leg.source for leg in self.legs if leg.source is not None and leg.has_tokens]
         return [
             leg
             for leg in self.legs
-            if leg.is_open or (leg.is_handed_off and not leg.has_failed and not is_taken_over)
+            if leg.is_open
+            or (leg.is_handed_off and not leg.has_failed and not any(t is leg for t in taken))
         ]
 
     @property
@@ -110,19 +149,19 @@ class Progress:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from the cache of the worker that did the prefill."""
-        for leg in reversed(self.legs):
-            if leg.kind != CONTINUE and not leg.has_failed:
-                return leg.cached_tokens
-        return 0
+        """Prompt tokens from the cache of the first worker that did the prefill.
+
+        What later ones found is the work of this very request.
+        """
+        first = next((g for g in self.legs if g.kind != CONTINUE and g.has_report), None)
+        return min(first.cached_tokens, self.facts.num_tokens) if first is not None else 0
 
     def timing(self, ended: float) -> RequestTiming:
         """Return the stage times and where the request ran."""
         stages = StageTimes()
         for leg in self.legs:
             if not leg.has_failed:
-                own = leg.stages.of_migration() if leg.is_migration else leg.stages
-                stages = stages.merged(own)
+                stages = stages.merged(leg.own_stages)
         last = self.legs[-1] if self.legs else None
         if self.num_migrations:
             decode_us = sum(leg.stages.decode_us for leg in self.legs if not leg.has_failed)

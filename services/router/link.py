@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import grpc
@@ -46,6 +47,15 @@ class ResumePoint:
     next_index: tuple[int, ...]
 
 
+class LossCause(Enum):
+    """Why work of a life of a worker will not come back."""
+
+    DIED = "died"  # its listener is gone, or another life answers in its place
+    CUT = "cut"  # silent or out of reach for too long; it may well live
+    FORGOTTEN = "forgotten"  # it is there and no longer has the work
+    CLOSED = "closed"  # by us
+
+
 class LinkEvents(Protocol):
     """What a Link tells the router; every method runs on the event loop and must not block."""
 
@@ -58,7 +68,11 @@ class LinkEvents(Protocol):
         ...
 
     def on_lost(
-        self, worker_id: WorkerId, incarnation: Incarnation, requests: Sequence[int] | None
+        self,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        requests: Sequence[int] | None,
+        cause: LossCause,
     ) -> None:
         """These requests (None: all) of this life of the worker will not come back."""
         ...
@@ -74,6 +88,10 @@ class LinkEvents(Protocol):
 
 class LinkBroken(Exception):
     """Why a stream ended; the message goes to the view."""
+
+
+class NotOurWorker(LinkBroken):
+    """Somebody answers at the address, and it is not who we look for."""
 
 
 class WorkerLink:
@@ -99,6 +117,7 @@ class WorkerLink:
         self._incarnation: Incarnation | None = None
         self._slot_gen = 0
         self._is_draining = False
+        self._is_gone = False  # nobody of its name listens at its address, when we last looked
         self._load: LoadReport | None = None
         self._load_at = 0.0
         self._heard_at = 0.0
@@ -128,12 +147,17 @@ class WorkerLink:
         self._forget_pending()
         self._stop_grace()
         if self._incarnation is not None:
-            self._events.on_lost(self.info.worker_id, self._incarnation, None)
+            self._declare_lost(LossCause.CLOSED)
 
     @property
     def is_up(self) -> bool:
         """Whether work can be sent."""
         return self._status in (LinkStatus.UP, LinkStatus.LAGGING)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether its worker may well be usable in a moment: it is being connected, or lags."""
+        return self._status is not LinkStatus.UP and not self._is_gone
 
     @property
     def incarnation(self) -> Incarnation | None:
@@ -188,11 +212,12 @@ class WorkerLink:
     async def _run(self) -> None:
         backoff_s = 0.0
         while True:
+            is_ours = True
             try:
                 await self._session()
                 reason = _CLOSED
             except LinkBroken as error:
-                reason = str(error)
+                reason, is_ours = str(error), not isinstance(error, NotOurWorker)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name.lower()}: {(error.details() or '')[:200]}"
             except TimeoutError:
@@ -212,9 +237,10 @@ class WorkerLink:
             self._forget_pending()
             if was_up:
                 self._start_grace(reason)
-                if await is_port_closed(self.info.address):
-                    # No grace for a process that is gone: its listener went with it.
-                    self._declare_lost()
+            self._is_gone = not is_ours or await is_port_closed(self.info.address)
+            if was_up and self._is_gone:
+                # No grace for a process that is gone: its listener went with it.
+                self._declare_lost(LossCause.DIED)
             await asyncio.sleep(backoff_s)
             backoff_s = min(max(_FIRST_BACKOFF_S, backoff_s * 2), self._config.max_backoff_s)
 
@@ -256,7 +282,7 @@ class WorkerLink:
             worker_pb2.StatusRequest(), timeout=self._config.connect_timeout_s
         )
         if status.worker_id != self.info.worker_id:
-            raise LinkBroken(f"worker {status.worker_id!r} answers at its address")
+            raise NotOurWorker(f"worker {status.worker_id!r} answers at its address")
 
     async def _serve(self, call: LinkCall) -> None:
         tasks = [
@@ -347,21 +373,23 @@ class WorkerLink:
             raise LinkBroken("the first frame was no Welcome")
         welcome = frame.welcome
         if welcome.worker_id != self.info.worker_id:
-            raise LinkBroken(f"worker {welcome.worker_id!r} answered at its address")
+            raise NotOurWorker(f"worker {welcome.worker_id!r} answered at its address")
         if welcome.kv_identity_fp != self.info.kv_identity_fp:
-            raise LinkBroken("it serves another model than it registered with")
+            raise NotOurWorker("it serves another model than it registered with")
         incarnation = Incarnation(welcome.incarnation)
         previous, self._incarnation = self._incarnation, incarnation
         self._slot_gen = welcome.slot_gen
         self._stop_grace()
         self._heard()
+        self._is_gone = False
         self._set_status(LinkStatus.UP, "")
         if frame.HasField("load"):
             self._take_load(frame.load)
         if previous is not None and previous != incarnation:
-            self._events.on_lost(self.info.worker_id, previous, None)
+            self._events.on_lost(self.info.worker_id, previous, None, LossCause.DIED)
         elif welcome.lost:
-            self._events.on_lost(self.info.worker_id, incarnation, list(welcome.lost))
+            forgotten = list(welcome.lost)
+            self._events.on_lost(self.info.worker_id, incarnation, forgotten, LossCause.FORGOTTEN)
         log.info("router.link_up", worker=self.info.worker_id, role=self.info.role)
         self._events.on_frame(self, frame)
 
@@ -418,12 +446,13 @@ class WorkerLink:
         frozen = reason.startswith("silent")
         delay_s = self._config.frozen_grace_s if frozen else self._config.resume_grace_s
         self._stop_grace()
-        self._grace_timer = asyncio.get_running_loop().call_later(delay_s, self._declare_lost)
+        loop = asyncio.get_running_loop()
+        self._grace_timer = loop.call_later(delay_s, self._declare_lost, LossCause.CUT)
 
-    def _declare_lost(self) -> None:
+    def _declare_lost(self, cause: LossCause) -> None:
         assert self._incarnation is not None, "a Link that was up was welcomed"
         self._stop_grace()
-        self._events.on_lost(self.info.worker_id, self._incarnation, None)
+        self._events.on_lost(self.info.worker_id, self._incarnation, None, cause)
 
     def _stop_grace(self) -> None:
         if self._grace_timer is not None:

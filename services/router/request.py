@@ -6,8 +6,9 @@ worker made beyond a stop string or the limit is neither sent nor counted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.errors import RequestError
@@ -15,7 +16,9 @@ from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutp
 from services.text.detokenizer import SupportsTextBytes
 from services.text.output import ChoiceText
 
-MAX_PENDING_TOKENS = 256  # tokens of one choice that overtook an earlier one on another Link
+# Tokens of one choice that overtook an earlier one on another Link, whose worker may stand still
+# for as long as a Link is given before it is cut.
+MAX_PENDING_TOKENS = 4096
 
 
 class TokenText(SupportsTextBytes, Protocol):
@@ -45,10 +48,19 @@ class TokensIn:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceSoFar:
+    """What the client has of a choice that is not over."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Choice:
     index: int
     text: ChoiceText
+    token_ids: array[int] = field(default_factory=lambda: array("I"))  # forwarded
     next_index: int = 0  # first index not forwarded
     num_tokens: int = 0  # billed
     end_reason: str | None = None  # a worker said so; applies once nothing is missing
@@ -58,8 +70,13 @@ class _Choice:
 class LogicalRequest:
     """Token, text and end state of every choice of one request."""
 
-    def __init__(self, call: GenerateCall, token_text: TokenText) -> None:
+    def __init__(
+        self, call: GenerateCall, token_text: TokenText, eos_token_ids: Sequence[int] = ()
+    ) -> None:
         self._max_tokens = call.sampling.max_tokens
+        self._min_tokens = call.sampling.min_tokens
+        eos = () if call.sampling.ignore_eos else eos_token_ids
+        self._stop_ids = frozenset((*eos, *call.sampling.stop_token_ids))
         self._token_text = token_text
         min_tokens = call.sampling.min_tokens
         self._choices = [
@@ -94,6 +111,22 @@ class LogicalRequest:
     def num_choices(self) -> int:
         """Return n."""
         return len(self._choices)
+
+    @property
+    def so_far(self) -> tuple[ChoiceSoFar, ...]:
+        """What the client has of each choice that goes on; empty before the first token."""
+        if not self.has_output:
+            return ()
+        return tuple(
+            ChoiceSoFar(choice.index, tuple(choice.token_ids))
+            for choice in self._choices
+            if not choice.is_over
+        )
+
+    @property
+    def next_indexes(self) -> tuple[int, ...]:
+        """Per choice: the first index the client does not have."""
+        return tuple(choice.next_index for choice in self._choices)
 
     def has_all_ends(self) -> bool:
         """Whether a worker has ended every choice, even if tokens before the end are missing."""
@@ -131,14 +164,36 @@ class LogicalRequest:
         choice.end_reason = finish_reason
         return self._finish_if_complete(choice)
 
+    def rewind(self) -> list[RouterOutput]:
+        """Forget what a lost worker said and cannot complete; the client's tokens stand.
+
+        A choice whose last token ends it is over, whether or not the worker came to say so.
+        """
+        outputs: list[RouterOutput] = []
+        for choice in self._choices:
+            if choice.is_over:
+                continue
+            self._drop_pending(choice, None)
+            choice.end_reason = self._reason_to_end(choice)
+            outputs += self._finish_if_complete(choice)
+        return outputs
+
     # -- inside ------------------------------------------------------------------------------
+
+    def _reason_to_end(self, choice: _Choice) -> str | None:
+        """Say why nothing follows the tokens that are here, as a worker would."""
+        num_tokens = choice.next_index
+        if num_tokens and num_tokens >= self._min_tokens and choice.token_ids[-1] in self._stop_ids:
+            return "stop"
+        return "length" if num_tokens >= self._max_tokens else None
 
     def _hold(self, choice: _Choice, tokens: TokensIn) -> None:
         """Keep tokens that overtook: decode may be heard before prefill's first token is."""
         for offset, token_id in enumerate(tokens.token_ids):
             logprob = tokens.logprobs[offset] if tokens.logprobs else None
             self._pending[(choice.index, tokens.first_index + offset)] = (token_id, logprob)
-        if len(self._pending) > MAX_PENDING_TOKENS * len(self._choices):
+        is_beyond = tokens.first_index > self._max_tokens
+        if is_beyond or len(self._pending) > MAX_PENDING_TOKENS * len(self._choices):
             raise RequestError("internal", "a worker's tokens ran ahead of their predecessors")
 
     def _advance(
@@ -167,6 +222,7 @@ class LogicalRequest:
         shown = tuple(self._text_logprob(entry) for entry in logprobs[: len(counted)])
         new = ChoiceDelta(choice.index, choice.next_index, tuple(counted), delta.text, shown)
         choice.next_index += len(run)
+        choice.token_ids.extend(run)
         if self._pending:
             self._drop_pending(choice, choice.next_index)
         choice.num_tokens += len(counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from services.common.errors import ERROR_TABLE, RequestError
@@ -12,7 +13,7 @@ from services.kv.hashing import pack_hashes, pack_token_ids
 from services.pb import common_pb2, worker_pb2
 from services.registry.base import LoadReport
 from services.router.api import GenerateCall
-from services.router.request import TokenLogprob, TokensIn
+from services.router.request import ChoiceSoFar, TokenLogprob, TokensIn
 from services.router.timing import StageTimes
 
 PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"
@@ -36,6 +37,7 @@ class WorkHead:
     deadline_ms: int
     ticket: bytes = b""
     generated: bytes = b""  # tokens so far of a request under way, as on the wire
+    resumed: tuple[ChoiceSoFar, ...] = ()  # the same of several choices
 
     @property
     def first_index(self) -> int:
@@ -60,6 +62,10 @@ def build_work(
         sampling=sampling_message(call.sampling),
         first_index=head.first_index,
         generated=head.generated,
+        resumed=[
+            worker_pb2.ResumedChoice(choice=one.choice, token_ids=pack_ids(one.token_ids))
+            for one in head.resumed
+        ],
         max_tokens=call.sampling.max_tokens,
         n=call.sampling.n,
         deadline_ms=head.deadline_ms,
@@ -74,6 +80,11 @@ def build_work(
     else:
         work.whole.SetInParent()
     return work
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Write token ids as little-endian uint32."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def sampling_message(params: SamplingParams) -> common_pb2.SamplingParams:

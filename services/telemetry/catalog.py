@@ -112,6 +112,17 @@ RETRIES = Counter(
 MIGRATIONS = Counter(
     "isthmus_migrations_total", "requests", "Requests that went on at another worker mid-answer."
 )
+WAITED = Counter(
+    "isthmus_waited_total", "requests",
+    "Requests that waited for a worker to come or come back, by how that ended.", ("outcome",),
+)  # fmt: skip
+HEDGES = Counter(
+    "isthmus_hedges_total", "prefills",
+    "Second prefills of slow ones: `sent`, and of those `won`.", ("outcome",),
+)  # fmt: skip
+QUARANTINED = Counter(
+    "isthmus_quarantined_total", "requests", "Requests blamed for the death of two workers."
+)
 MIGRATION_GAP = Histogram(
     "isthmus_migration_gap_seconds", "s",
     "Last token at one worker to the first at the next, as the router sees them.", _TOKEN_S,
@@ -242,7 +253,9 @@ SPANS_DROPPED = Gauge(
 )
 
 # Counters without labels, by who counts them: shown as 0 until the first event.
-ROUTER_TOTALS = (PROMPT_TOKENS, CACHED_TOKENS, COMPLETION_TOKENS, MIGRATIONS, AUTH_FAILURES)
+ROUTER_TOTALS = (
+    PROMPT_TOKENS, CACHED_TOKENS, COMPLETION_TOKENS, MIGRATIONS, QUARANTINED, AUTH_FAILURES,
+)  # fmt: skip
 WORKER_TOTALS = (STEPS, PREEMPTIONS, KV_INTEGRITY_ERRORS)
 
 # Spans of one request, in the order they begin.

@@ -113,7 +113,10 @@ class RouterSession:
         return attempt <= self._fence.get(request, -1)
 
     def admit(self, key: RequestKey, request: int, attempt: int) -> RequestKey | None:
-        """Take a work item; return the key of the lower attempt it fences off, if one is open."""
+        """Take a work item; return the key of the lower attempt it fences off.
+
+        That one may have ended by being handed off: nobody pulls what it still lends.
+        """
         if self.is_fenced(request, attempt):
             raise ValueError(f"attempt {attempt} of request {request} is fenced")
         previous = self._by_request.get(request)
@@ -124,7 +127,7 @@ class RouterSession:
         if previous is None:
             return None
         self._by_key.pop(previous.key, None)
-        return previous.key if previous.ended_at is None else None
+        return previous.key
 
     # -- output ----------------------------------------------------------------------------
 

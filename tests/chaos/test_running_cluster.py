@@ -102,7 +102,7 @@ async def under_attack(
     await asyncio.to_thread(cluster.assert_no_blocks_in_use)
 
 
-async def test_killed_workers_cost_errors_but_never_a_wrong_answer(
+async def test_killed_workers_cost_neither_an_error_nor_a_wrong_answer(
     cluster: LocalCluster, load: MixedLoad
 ) -> None:
     async def attack() -> None:
@@ -118,7 +118,7 @@ async def test_killed_workers_cost_errors_but_never_a_wrong_answer(
         await until(lambda: all_live(cluster), 45, "the killed workers are live")
 
     await under_attack(cluster, load, attack)
-    assert set(load.codes) <= {"worker_lost", "no_workers"}
+    assert load.codes == {}
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router-0"])

@@ -31,7 +31,7 @@ def cluster(toy_dir: Path) -> Iterator[Cluster]:
 
 
 class Stream(threading.Thread):
-    """One long request on a thread of its own, with the time its error came."""
+    """One long request on a thread of its own."""
 
     def __init__(self, address: str, tokens: list[int]) -> None:
         super().__init__(daemon=True)
@@ -39,21 +39,21 @@ class Stream(threading.Thread):
         self.tokens = tokens
         self.first = threading.Event()
         self.error: grpc.RpcError | None = None
-        self.ended_at = 0.0
-        self.decode_worker = ""
+        self.token_ids: list[int] = []
+        self.num_migrations = 0
         self.start()
 
     def run(self) -> None:
         body = request(self.tokens, max_tokens=LONG, ignore_eos=True)
         with grpc.insecure_channel(self.address) as channel:
-            call = inference_pb2_grpc.InferenceStub(channel).Generate(body, timeout=60)
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(body, timeout=120)
             try:
                 answer = collect(self._noting_first(call))
                 assert answer.timing is not None
-                self.decode_worker = answer.timing.decode_worker
+                self.token_ids = answer.token_ids[0]
+                self.num_migrations = answer.timing.migrations
             except grpc.RpcError as error:
                 self.error = error
-            self.ended_at = time.monotonic()
 
     def _noting_first(
         self, frames: Iterable[inference_pb2.GenerateFrame]
@@ -64,8 +64,8 @@ class Stream(threading.Thread):
             yield frame
 
 
-def test_killed_decode_worker_cuts_only_its_own_streams(cluster: Cluster) -> None:
-    """The cut streams end with a code within 1 s, the others finish, the worker comes back."""
+def test_killed_decode_worker_costs_no_stream_and_no_token(cluster: Cluster) -> None:
+    """G6: every stream goes on, with the tokens of a run without a fault; the worker comes back."""
     streams = [Stream(cluster.grpc, [5 + i, 6, 7]) for i in range(8)]
     for stream in streams:
         assert stream.first.wait(30)
@@ -75,20 +75,16 @@ def test_killed_decode_worker_cuts_only_its_own_streams(cluster: Cluster) -> Non
     )
     assert victim.requests_open > 0
 
-    killed_at = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     for stream in streams:
-        stream.join(60)
+        stream.join(120)
         assert not stream.is_alive()
-
-    cut = [s for s in streams if s.error is not None]
-    assert 0 < len(cut) < len(streams)
-    for stream in cut:
-        assert stream.error is not None
-        assert stream.error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "worker_lost" in (stream.error.details() or "")
-        # The goal is 1 s; a machine busy with other work gets twice that.
-        assert stream.ended_at - killed_at < 2.0
+    assert [stream.error for stream in streams] == [None] * 8
+    moved = [stream for stream in streams if stream.num_migrations]
+    assert 0 < len(moved) < len(streams)
+    for stream in streams:
+        body = request(stream.tokens, max_tokens=LONG, ignore_eos=True)
+        assert generate(cluster.grpc, body, mode="STAY").token_ids[0] == stream.token_ids
 
     def is_back() -> bool:
         workers = {w.worker_id: w for w in cluster.cluster_status().workers}

@@ -126,29 +126,28 @@ async def test_requests_of_a_worker_whose_port_is_closed_end_without_the_grace(
 ) -> None:
     """A process that is gone takes its listener along: waiting for a resume helps nobody."""
     patient = LinkConfig(resume_grace_s=30.0)
-    async with running_cluster(
-        store_url, [prefill(), decoder(token_delay_s=0.05)], config=RouterConfig(link=patient)
-    ) as cluster:
-        task = await streaming(cluster, "d0")
-        await cluster["d0"].kill()
+    config = RouterConfig(link=patient, max_losses=0)
+    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.05)], config) as c:
+        task = await streaming(c, "d0")
+        await c["d0"].kill()
         with pytest.raises(RequestError) as caught:
             await asyncio.wait_for(task, 5.0)
         assert caught.value.spec.code == "worker_lost"
 
 
-async def test_what_a_worker_forgot_is_lost_at_once(store_url: str) -> None:
+async def test_what_a_worker_forgot_goes_on_elsewhere_at_once(store_url: str) -> None:
     """A worker that is back but no longer has the request says so."""
     async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.05)]) as cluster:
         task = await streaming(cluster, "d0")
         cluster["d0"].forgets = True
         cluster["d0"].cut_links()
-        with pytest.raises(RequestError) as caught:
-            await task
-        assert caught.value.spec.code == "worker_lost"
+        answer = await task
+        assert answer.tokens() == reference(make_call(max_tokens=60))
+        assert answer.end.timing.migrations == 1
         await cluster.until_state("d0", "live")
 
 
-async def test_frozen_worker_is_out_and_its_requests_end_within_three_seconds(
+async def test_frozen_worker_is_out_and_its_requests_go_on_within_three_seconds(
     store_url: str,
 ) -> None:
     """RB-090, G5: no pong for a second: no new work; for two: cut. Late tokens are dropped."""
@@ -157,15 +156,15 @@ async def test_frozen_worker_is_out_and_its_requests_end_within_three_seconds(
     ) as cluster:
         cluster["d1"].is_draining = True
         await cluster.until_state("d1", "draining")
-        task = await streaming(cluster, "d0", tokens=1000)
+        task = await streaming(cluster, "d0", tokens=400)
+        cluster["d1"].is_draining = False
         frozen = time.monotonic()
         cluster["d0"].freeze()
         await cluster.until_state("d0", "suspect", timeout_s=2.0)
         assert time.monotonic() - frozen < 2.0
-        with pytest.raises(RequestError) as caught:
-            await task
-        assert caught.value.spec.code == "worker_lost"
-        assert time.monotonic() - frozen < 3.0
+        answer = await task
+        assert answer.tokens() == reference(make_call(max_tokens=400))
+        assert 2_000_000 < answer.end.timing.migration_gap_us < 4_000_000
         cluster["d0"].thaw()
         await cluster.until_state("d0", "live")
         call = make_call(prompt=[9] * 30)
@@ -181,8 +180,7 @@ async def test_restarted_worker_is_used_again_under_its_new_incarnation(store_ur
             task = await streaming(cluster, "d0")
             await cluster["d0"].kill()
             await cluster.add(decoder(incarnation=incarnation, token_delay_s=0.002), where)
-            with pytest.raises(RequestError):
-                await task
+            assert (await task).tokens() == reference(make_call(max_tokens=60))
             await eventually(partial(_lives_again, cluster, "d0", incarnation))
             answer = await cluster.ask(make_call())
             assert answer.end.timing.decode_worker == "d0"
@@ -358,8 +356,7 @@ async def test_churn_leaves_no_request_hanging(store_url: str) -> None:
             await cluster.add(made)
         await asyncio.wait_for(asyncio.gather(*clients), 20)
         assert len(results) == 80
-        assert results.count("ok") >= 60
-        assert set(results) <= {"ok", "worker_lost", "no_workers"}
+        assert set(results) == {"ok"}
         cluster.assert_clean()
 
 
@@ -456,7 +453,8 @@ async def test_nonsense_from_a_worker_ends_that_request_only(store_url: str, bad
             worker.send_done(job, choice=0, handed_off=False, reason=0)
 
     workers: Sequence[FakeWorker] = [prefill(), decoder(script=nonsense)]
-    async with running_cluster(store_url, workers, RouterConfig(max_retries=0)) as cluster:
+    no_retries = RouterConfig(max_retries=0, max_losses=0)
+    async with running_cluster(store_url, workers, no_retries) as cluster:
         with pytest.raises(RequestError) as caught:
             await cluster.ask(make_call())
         assert caught.value.spec.code in ("internal", "worker_lost")

@@ -157,12 +157,12 @@ async def test_logprobs_carry_text_and_bytes(store_url: str) -> None:
         assert shown[0].raw == f"<{shown[0].token_id}>".encode()
 
 
-async def test_killed_decode_worker_ends_its_requests_in_time_and_no_others(
+async def test_without_migration_a_killed_worker_ends_its_requests_in_time_and_no_others(
     store_url: str,
 ) -> None:
     """RB-063, G6: cut streams end with worker_lost within a second; the other worker's go on."""
     workers = [prefill(), decoder("d0", token_delay_s=0.02), decoder("d1", token_delay_s=0.02)]
-    async with running_cluster(store_url, workers) as cluster:
+    async with running_cluster(store_url, workers, RouterConfig(max_losses=0)) as cluster:
         calls = [make_call(prompt=[i, 2, 3], max_tokens=60) for i in range(1, 9)]
         tasks = [asyncio.create_task(cluster.ask(call)) for call in calls]
         await eventually(
@@ -186,7 +186,8 @@ async def test_killed_decode_worker_ends_its_requests_in_time_and_no_others(
 
 
 async def test_death_is_told_within_a_second(store_url: str) -> None:
-    async with running_cluster(store_url, [prefill(), decoder(token_delay_s=0.05)]) as cluster:
+    workers = [prefill(), decoder(token_delay_s=0.05)]
+    async with running_cluster(store_url, workers, RouterConfig(max_losses=0)) as cluster:
         task = asyncio.create_task(cluster.ask(make_call(max_tokens=100)))
         await eventually(lambda: any(len(j.sent) > 2 for j in cluster["d0"].jobs))
         killed = time.monotonic()

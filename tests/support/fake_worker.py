@@ -391,6 +391,14 @@ def decode_worker(worker_id: str = "d0", **options: Any) -> FakeWorker:
 async def run_job(worker: FakeWorker, job: Job) -> None:
     """The well-behaved script."""
     work = job.work
+    if job.kind == "prefill" and work.generated:
+        check_so_far(job)
+        worker.send_tokens(job, 0, work.first_index, 1)
+        is_last = work.first_index + 1 == work.max_tokens
+        if not is_last:
+            worker.send_ticket(job, work.generated + job.sent[-1].token_ids)
+        worker.send_done(job, handed_off=not is_last)
+        return
     if job.kind == "prefill":
         if work.max_tokens > 1:
             worker.send_ticket(job)
@@ -407,11 +415,25 @@ async def run_job(worker: FakeWorker, job: Job) -> None:
 async def decode(worker: FakeWorker, job: Job, first: int, count: int | None = None) -> None:
     """Send tokens from index `first` on, one a step and choice, then the ends."""
     work = job.work
+    check_so_far(job)
+    starts = dict.fromkeys(range(work.n), first)
+    if work.resumed:
+        starts = {one.choice: len(one.token_ids) // 4 for one in work.resumed}
     last = work.max_tokens if count is None else first + count
-    for index in range(first, last):
+    for index in range(min(starts.values()), last):
         await asyncio.sleep(worker.token_delay_s)
-        for choice in range(work.n):
-            worker.send_tokens(job, choice, index, 1)
+        for choice, start in starts.items():
+            if index >= start:
+                worker.send_tokens(job, choice, index, 1)
     if count is None:
-        for choice in range(work.n):
-            worker.send_done(job, choice, all_choices=choice == work.n - 1)
+        for choice in starts:
+            worker.send_done(job, choice, all_choices=choice == max(starts))
+
+
+def check_so_far(job: Job) -> None:
+    """Tokens a work item brings along must be those the client has."""
+    work, prompt = job.work, prompt_of(job.work)
+    brought = [(0, work.generated), *((one.choice, one.token_ids) for one in work.resumed)]
+    for choice, packed in brought:
+        ids = struct.unpack(f"<{len(packed) // 4}I", packed)
+        assert ids == tuple(expected_token(prompt, choice, i) for i in range(len(ids)))

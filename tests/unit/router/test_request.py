@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from services.common.errors import RequestError
 from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutput
-from services.router.request import LogicalRequest, TokenLogprob, TokensIn
+from services.router.request import ChoiceSoFar, LogicalRequest, TokenLogprob, TokensIn
+from tests.support.cluster import DigitText, make_call
 
 
 class ByteText:
@@ -162,3 +164,51 @@ def test_first_tokens_of_all_choices_are_known() -> None:
     assert not request.has_first_tokens
     request.take_tokens(tokens("b", choice=1))
     assert request.has_first_tokens
+
+
+# -- a worker is lost ----------------------------------------------------------------------------
+
+
+def test_so_far_is_what_the_client_has_of_choices_that_go_on() -> None:
+    logical = LogicalRequest(make_call(n=3, max_tokens=8), DigitText())
+    assert not logical.so_far
+    logical.take_tokens(TokensIn(0, 0, (5, 6)))
+    logical.take_tokens(TokensIn(2, 0, (9,)))
+    logical.end_choice(2, "stop")
+    logical.take_tokens(TokensIn(0, 4, (7,)))  # overtook what was lost
+    assert logical.so_far == (ChoiceSoFar(0, (5, 6)), ChoiceSoFar(1, ()))
+    assert logical.next_indexes == (2, 0, 1)
+
+
+def test_rewind_forgets_what_overtook_and_the_end_that_waited_for_it() -> None:
+    logical = LogicalRequest(make_call(max_tokens=8), DigitText())
+    logical.take_tokens(TokensIn(0, 0, (5, 6)))
+    logical.take_tokens(TokensIn(0, 4, (7,)))
+    logical.end_choice(0, "stop")
+    assert logical.rewind() == []
+    assert not logical.has_all_ends()
+    outputs = logical.take_tokens(TokensIn(0, 2, (1, 2, 3)))
+    assert [o.token_ids for o in outputs if isinstance(o, ChoiceDelta)] == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("made", "sampling", "reason"),
+    [
+        ((5, 0), {}, "stop"),
+        ((5, 0), {"ignore_eos": True}, None),
+        ((5, 0), {"min_tokens": 3}, None),
+        ((5, 7), {"stop_token_ids": (7,)}, "stop"),
+        ((5, 6, 7, 8), {}, "length"),
+        ((5, 6, 7, 0), {}, "stop"),
+        ((5, 6), {}, None),
+    ],
+)
+def test_rewind_ends_a_choice_whose_last_token_ended_it(
+    made: tuple[int, ...], sampling: dict[str, Any], reason: str | None
+) -> None:
+    """The worker died with the word on its tongue: going on would write past the end."""
+    logical = LogicalRequest(make_call(max_tokens=4, **sampling), DigitText(), eos_token_ids=(0,))
+    logical.take_tokens(TokensIn(0, 0, made))
+    ends = [o.finish_reason for o in logical.rewind() if isinstance(o, ChoiceEnd)]
+    assert ends == ([reason] if reason else [])
+    assert logical.is_over == bool(reason)

@@ -1,0 +1,257 @@
+"""Chooses workers for a request's parts and sends them work: one leg for every work item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.common.clock import Clock
+from services.common.errors import RequestError
+from services.common.ids import WorkerId
+from services.router.cluster_watch import ClusterWatch
+from services.router.config import RouterConfig
+from services.router.legs import Leg, Progress
+from services.router.policy import (
+    LOCAL,
+    REMOTE,
+    STAY,
+    Decision,
+    RequestFacts,
+    choose,
+    choose_decode,
+    expected_tokens,
+)
+from services.router.view import SUSPECT, WorkerView
+from services.router.wire import CONTINUE, PREFILL, WHOLE, WorkHead, build_work, pack_ids
+
+Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
+
+
+class Sender:
+    """Sends the work of one router; what comes again comes under a higher attempt."""
+
+    def __init__(self, config: RouterConfig, cluster: ClusterWatch, clock: Clock) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._clock = clock
+
+    # -- choosing ----------------------------------------------------------------------------
+
+    def begin(self, progress: Progress, exclude: frozenset[WorkerId]) -> Decision:
+        """Choose mode and worker for all that the client does not have yet, and send it.
+
+        Raises:
+            RequestError: no_workers.
+        """
+        facts = _facts_now(progress)
+        is_several = progress.logical.num_choices > 1 and progress.logical.has_output
+        while True:
+            if is_several:
+                # Each choice has come as far as it has: they share no ticket any more.
+                decision = self._choose_whole(progress, facts, exclude)
+            else:
+                decision = self._choose(progress, facts, exclude)
+            if self._start(progress, decision):
+                return decision
+            # Its Link broke in this very moment, or its queue is full.
+            exclude |= {decision.worker.worker_id}
+
+    def pass_on(self, progress: Progress, source: Leg) -> bool:
+        """Pass a ticket to a decode worker; False when none can take it."""
+        while True:
+            view = self._cluster.view()
+            prefill, decision = view.find(source.worker_id), None
+            excluded = progress.failed | progress.lost_at
+            if source.generated:
+                excluded.add(source.worker_id)  # it offers, so it should not go on there
+            if prefill is not None:
+                decision = choose_decode(
+                    progress.facts, prefill, view, self._config.policy, frozenset(excluded)
+                )
+            if decision is None:
+                return False
+            if self._send(progress, CONTINUE, decision.worker, source=source):
+                if not source.generated:
+                    progress.marks.continued = self._clock.now()
+                return True
+            progress.failed.add(decision.worker.worker_id)
+
+    def stay(self, progress: Progress, source: Leg) -> bool:
+        """Let the prefill worker go on by itself: nobody is left to hand off to.
+
+        A higher attempt fences its first one there: the prompt is in its cache.
+        """
+        worker = self._cluster.view().find(source.worker_id)
+        if worker is None or source.generated or progress.facts.force_mode == REMOTE:
+            return False
+        progress.attempt += 1
+        if not self._send(progress, WHOLE, worker):
+            return False
+        progress.mode, progress.reason = STAY, "no_decode_worker"
+        source.has_failed = True
+        self.close(source)
+        return True
+
+    def take_back(self, progress: Progress) -> bool:
+        """Give a request to the worker that stopped it and offers it, draining or not."""
+        offer = progress.offer()
+        worker = self._cluster.view().find(offer.worker_id) if offer is not None else None
+        if worker is None:
+            return False
+        progress.attempt += 1
+        return self._send(progress, WHOLE, worker)
+
+    def hedge(self, progress: Progress, first: Leg) -> bool:
+        """Have a second worker do the same prefill; False when there is none."""
+        facts = replace(progress.facts, force_mode=REMOTE)
+        excluded = frozenset({*progress.failed, *progress.lost_at, first.worker_id})
+        try:
+            decision = self._choose(progress, facts, excluded)
+        except RequestError:
+            return False
+        progress.attempt += 1
+        return self._send(progress, PREFILL, decision.worker, decision=decision)
+
+    def can_take(self, progress: Progress, source: WorkerView) -> bool:
+        """Say whether a decode worker could take over what decodes at `source`."""
+        view, failed = self._cluster.view(), frozenset(progress.failed)
+        return choose_decode(progress.facts, source, view, self._config.policy, failed) is not None
+
+    def is_anyone_coming(self) -> bool:
+        """Say whether a worker that is not usable now may be in a moment."""
+        for worker in self._cluster.view().workers:
+            link = self._cluster.link(worker.worker_id)
+            if worker.state == SUSPECT and link is not None and link.is_coming:
+                return True
+        return False
+
+    def _choose(
+        self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]
+    ) -> Decision:
+        view = self._cluster.view()
+        return choose(facts, view, progress.depth, self._config.policy, exclude)
+
+    def _choose_whole(
+        self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]
+    ) -> Decision:
+        try:
+            return self._choose(progress, replace(facts, force_mode=LOCAL), exclude)
+        except RequestError:
+            return self._choose(progress, replace(facts, force_mode=STAY), exclude)
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def _start(self, progress: Progress, decision: Decision) -> bool:
+        progress.attempt += 1
+        progress.mode, progress.reason = decision.mode, decision.reason
+        if progress.decision is None:
+            progress.decision = decision
+        kind = PREFILL if decision.mode == REMOTE else WHOLE
+        return self._send(progress, kind, decision.worker, decision=decision)
+
+    def _send(
+        self,
+        progress: Progress,
+        kind: str,
+        worker: WorkerView,
+        *,
+        source: Leg | None = None,
+        decision: Decision | None = None,
+    ) -> bool:
+        """Send one work item and book it; False when the Link cannot take it.
+
+        Args:
+            source: of CONTINUE: whose ticket the worker gets.
+            decision: why this worker, where it was chosen for a prefill.
+        """
+        link = self._cluster.link(worker.worker_id)
+        if link is None or link.incarnation is None:
+            return False
+        now = self._clock.now()
+        head = WorkHead(
+            request=progress.number,
+            attempt=progress.attempt,
+            kind=kind,
+            incarnation=link.incarnation,
+            # After a first failure the generation is left out: the store's word on it may be old.
+            slot_gen=0 if progress.num_retries or progress.num_losses else worker.slot_gen,
+            deadline_ms=max(1, int((progress.call.deadline - now) * 1000)),
+        )
+        head = _with_tokens_so_far(head, progress, source)
+        if not link.send_work(build_work(head, progress.call, progress.hashes)):
+            return False
+        self._cluster.acquire(worker.worker_id)
+        resident = 0 if kind == PREFILL else expected_tokens(progress.facts, self._config.policy)
+        uncached = _uncached(decision) if decision is not None else 0
+        leg = Leg(
+            kind=kind,
+            worker_id=worker.worker_id,
+            incarnation=link.incarnation,
+            attempt=progress.attempt,
+            booking=self._cluster.bookings.book(worker.worker_id, uncached, resident, now),
+            next_index=_next_index(progress, head),
+            sent_at=now,
+            source=source,
+            first_index=head.first_index,
+            goes_on=_goes_on(progress, kind, source),
+            predicted_s=decision.terms[0].cost_s if decision is not None else 0.0,
+        )
+        progress.legs.append(leg)
+        if progress.marks.sent is None:
+            progress.marks.sent = now
+        return True
+
+    def cancel(self, progress: Progress, leg: Leg, reason: str) -> None:
+        """Tell a leg's worker that it is not wanted any more."""
+        link = self._cluster.link(leg.worker_id)
+        if link is not None and link.incarnation == leg.incarnation:
+            link.cancel(progress.number, leg.attempt, reason)
+
+    def close(self, leg: Leg) -> None:
+        """Expect nothing more of a leg, and give its booking back."""
+        leg.is_open = False
+        self._cluster.bookings.release(leg.booking)
+
+    def withdraw(self, progress: Progress, leg: Leg, reason: str) -> None:
+        """Cancel a leg whose work another one does."""
+        leg.has_failed = True
+        self.cancel(progress, leg, reason)
+        self.close(leg)
+
+
+def _facts_now(progress: Progress) -> RequestFacts:
+    """Return the facts of what is left to do: tokens so far are as good as prompt."""
+    longest = max(progress.logical.next_indexes)
+    facts = progress.facts
+    return replace(
+        facts,
+        num_tokens=facts.num_tokens + longest,
+        max_tokens=max(1, facts.max_tokens - longest),
+    )
+
+
+def _with_tokens_so_far(head: WorkHead, progress: Progress, source: Leg | None) -> WorkHead:
+    if head.kind == CONTINUE and source is not None:
+        return replace(head, ticket=source.ticket, generated=source.generated)
+    so_far = progress.logical.so_far
+    if progress.logical.num_choices > 1:
+        return replace(head, resumed=so_far)
+    return replace(head, generated=pack_ids(so_far[0].token_ids) if so_far else b"")
+
+
+def _next_index(progress: Progress, head: WorkHead) -> list[int]:
+    if head.kind == CONTINUE:
+        return [head.first_index] * progress.logical.num_choices
+    return list(progress.logical.next_indexes)
+
+
+def _goes_on(progress: Progress, kind: str, source: Leg | None) -> bool:
+    if kind == CONTINUE:
+        # What a prefill worker hands off is heard of first from it.
+        return source is not None and bool(source.generated) and source.kind != PREFILL
+    return progress.logical.has_output
+
+
+def _uncached(decision: Decision) -> int:
+    """Prompt tokens the chosen worker has to compute; unknown (0) in a decode worker's terms."""
+    return decision.terms[0].uncached_tokens if decision.mode != LOCAL else 0
