@@ -245,6 +245,19 @@ def test_seqlock_refuses_a_block_that_is_or_gets_written() -> None:
 
 @pytest.mark.usefixtures("copier")
 @pytest.mark.parametrize("tag", [BLOCK_MAJOR, LAYER_MAJOR])
+def test_a_generation_that_changes_during_the_copy_is_noticed(tag: str) -> None:
+    with KvPoolMemory.create(replace(LAYOUT, tag=tag), 2, kind="anonymous") as pool:
+        pool.pieces()[:] = 7
+        dest = np.zeros((2, LAYOUT.block_bytes), np.uint8)
+        pool.gens = dest[0, :16].view(np.uint64)  # what the copy writes there is the owner's work
+        pool.gens[:] = 4
+        assert pull_blocks(pool, [0], [4], dest, [1]) == [True]
+        assert pull_blocks(pool, [0], [4], dest, [0]) == [False]
+        assert (dest == 7).all()
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize("tag", [BLOCK_MAJOR, LAYER_MAJOR])
 def test_no_torn_block_is_accepted_while_a_writer_reuses_them(tag: str) -> None:
     """The pull of a pool in use: what is accepted is of one generation, whatever else goes on."""
     num_blocks, stop = 4, threading.Event()
@@ -315,14 +328,16 @@ def test_streamed_and_plain_copies_are_whole(count: int) -> None:
     if library is None:
         pytest.skip(why)
     rng = np.random.default_rng(count)
-    for block_bytes in (64 << 10, (64 << 10) + 24):
+    for block_bytes in (220 * 5 * 64, 220 * 299):
         blocks = rng.integers(0, 256, (count, block_bytes), np.uint8)
-        dest = np.zeros_like(blocks)
+        raw = np.zeros(blocks.nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64  # as a pool's blocks: only then does it go around the caches
+        dest = raw[start : start + blocks.nbytes].reshape(blocks.shape)
         rows, order = np.arange(count), rng.permutation(count)
         gens = np.zeros(count, np.uint64)
         assert library.pull((blocks[:, None], gens), rows, gens, dest, order).all()
         assert (dest[order] == blocks).all()
-        for num_pieces in (4, 8):  # fewer than are read together, and some left over
+        for num_pieces in (4, 20, 22):  # up to as many as are read together, and some left over
             by_piece = blocks.reshape(count, num_pieces, -1).transpose(1, 0, 2).copy()
             dest[:] = 0
             pool = (by_piece.transpose(1, 0, 2), gens)
