@@ -90,6 +90,10 @@ class RedisRegistryReader:
             self._deadline.observe(self._clock.now() - started)
         return answer.hints
 
+    async def run(self, call: Invocation, timeout_s: float) -> object:
+        """Run a script of another part of the router; raises StoreUnavailable."""
+        return await self._call(call, timeout_s)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()

@@ -1,0 +1,241 @@
+"""What a tenant may do at a time: requests, tokens and open streams. Pure.
+
+Several routers hold one budget. Each decides alone and at once, on what it knows; now and then it
+tells the others, through the store, what it has spent, and hears what is left in all. While nobody
+answers it lets through its own share: the rate over as many routers as there were.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.resilience.token_bucket import TokenBucket
+
+_MAX_DEBT = 10  # full budgets, as heard from the others
+_STREAM_WAIT_S = 1.0  # nobody knows when a stream will end
+
+Reason = Literal["ok", "requests", "tokens", "streams"]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """Bounds of one tenant over all routers; 0 = none."""
+
+    requests_per_s: float = 0.0
+    request_burst: float = 0.0  # 0 = what a second brings, one at least
+    tokens_per_min: float = 0.0  # prompt and answer together; a minute's worth may come at once
+    max_streams: int = 0
+
+    @property
+    def burst(self) -> float:
+        """Requests that may come at once."""
+        return self.request_burst or max(1.0, self.requests_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RateState:
+    """One budget as its tenant may see it."""
+
+    limit: float
+    remaining: float
+    reset_s: float  # until it is full again
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a request may begin, and why not."""
+
+    reason: Reason
+    retry_after_s: float = 0.0
+    requests: RateState | None = None  # None = no such limit
+    tokens: RateState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What this router has spent of a tenant's budget since it told last."""
+
+    tenant: str
+    requests: float
+    tokens: float
+    streams: int  # open now
+    limits: TenantLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all routers together have left of it."""
+
+    requests: float
+    tokens: float
+    other_streams: int
+    num_routers: int
+
+
+@dataclass(slots=True)
+class _Account:
+    limits: TenantLimits
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+    streams: int = 0
+    other_streams: int = 0
+    num_routers: int = 1
+    spent_requests: float = 0.0
+    spent_tokens: float = 0.0
+
+    def shape(self, limits: TenantLimits, now: float) -> None:
+        """Take over limits, of which this router has its share."""
+        self.limits = limits
+        n = self.num_routers
+        self.requests = _shaped(
+            self.requests,
+            limits.requests_per_s / n,
+            limits.burst if limits.requests_per_s else 0,
+            now,
+        )
+        self.tokens = _shaped(
+            self.tokens, limits.tokens_per_min / 60 / n, limits.tokens_per_min, now
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open and all was told."""
+        return not (self.streams or self.spent_requests or self.spent_tokens)
+
+
+def _shaped(
+    bucket: TokenBucket | None, rate: float, burst: float, now: float
+) -> TokenBucket | None:
+    if not rate:
+        return None
+    if bucket is None:
+        return TokenBucket(rate, burst, now)
+    bucket.reshape(rate, burst, now)
+    return bucket
+
+
+class TenantLimiter:
+    """Decides for every tenant; remembers so many of them, and forgets idle ones first."""
+
+    def __init__(
+        self, limits_of: Callable[[str], TenantLimits | None], max_tenants: int = 4096
+    ) -> None:
+        self._limits_of = limits_of
+        self._max_tenants = max_tenants
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+
+    def admit(self, tenant: str, now: float) -> Verdict:
+        """Decide on a request. "ok" opens a stream, which `release` ends; else nothing is spent."""
+        account = self._account(tenant, now)
+        if account is None:
+            return Verdict("ok")
+        reason, wait_s = _first_exhausted(account, now)
+        if reason == "ok":
+            account.streams += 1
+            if account.requests is not None:
+                account.requests.charge(1, now)
+                account.spent_requests += 1
+        return Verdict(reason, wait_s, _state(account.requests, now), _state(account.tokens, now))
+
+    def charge(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Spend tokens of a request that was let in."""
+        account = self._account(tenant, now)
+        if account is not None and account.tokens is not None:
+            account.tokens.charge(num_tokens, now)
+            account.spent_tokens += num_tokens
+
+    def release(self, tenant: str) -> None:
+        """A stream has ended."""
+        account = self._accounts.get(tenant)
+        if account is not None and account.streams:
+            account.streams -= 1
+
+    def claims(self, max_claims: int) -> tuple[Claim, ...]:
+        """Take what is to be told to the other routers; `settle` or `put_back` must follow."""
+        found = []
+        for tenant, account in self._accounts.items():
+            if account.is_idle and not account.other_streams:
+                continue
+            found.append(
+                Claim(
+                    tenant,
+                    account.spent_requests,
+                    account.spent_tokens,
+                    account.streams,
+                    account.limits,
+                )
+            )
+            account.spent_requests = account.spent_tokens = 0.0
+            if len(found) == max_claims:
+                break
+        for claim in found:  # the others are first next time
+            self._accounts.move_to_end(claim.tenant)
+        return tuple(found)
+
+    def settle(self, claims: Sequence[Claim], answers: Sequence[Shared], now: float) -> None:
+        """Go on from what all routers have left, less what was spent here meanwhile."""
+        for claim, shared in zip(claims, answers, strict=True):
+            account = self._accounts.get(claim.tenant)
+            if account is None:
+                continue
+            account.num_routers = max(1, shared.num_routers)
+            account.other_streams = max(0, shared.other_streams)
+            account.shape(account.limits, now)
+            _refit(account.requests, shared.requests - account.spent_requests, now)
+            _refit(account.tokens, shared.tokens - account.spent_tokens, now)
+
+    def put_back(self, claims: Sequence[Claim]) -> None:
+        """The others were not told; they will be next time."""
+        for claim in claims:
+            account = self._accounts.get(claim.tenant)
+            if account is not None:
+                account.spent_requests += claim.requests
+                account.spent_tokens += claim.tokens
+
+    def _account(self, tenant: str, now: float) -> _Account | None:
+        limits = self._limits_of(tenant)
+        account = self._accounts.get(tenant)
+        if limits is None:
+            return account  # its limits were taken away while it had streams
+        if account is None:
+            account = _Account(limits)
+            account.shape(limits, now)
+            self._accounts[tenant] = account
+            self._forget_idle()
+        elif account.limits != limits:
+            account.shape(limits, now)
+        return account
+
+    def _forget_idle(self) -> None:
+        if len(self._accounts) > self._max_tenants:
+            for tenant, account in self._accounts.items():
+                if account.is_idle:
+                    del self._accounts[tenant]
+                    return
+
+
+def _refit(bucket: TokenBucket | None, level: float, now: float) -> None:
+    if bucket is not None:
+        # What the store says may be wrong; it must not lock a tenant out for days.
+        bucket.refit(max(level, -_MAX_DEBT * bucket.burst), now)
+
+
+def _first_exhausted(account: _Account, now: float) -> tuple[Reason, float]:
+    most = account.limits.max_streams
+    if most and account.streams + account.other_streams >= most:
+        return "streams", _STREAM_WAIT_S
+    if account.requests is not None and (wait_s := account.requests.wait_s(1, now)):
+        return "requests", wait_s
+    if account.tokens is not None and (wait_s := account.tokens.wait_s(1, now)):
+        return "tokens", wait_s
+    return "ok", 0.0
+
+
+def _state(bucket: TokenBucket | None, now: float) -> RateState | None:
+    if bucket is None:
+        return None
+    level = bucket.level(now)
+    return RateState(bucket.burst, max(0.0, level), bucket.wait_s(bucket.burst, now))
