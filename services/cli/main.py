@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from services.cli import (
+    audit,
     bench,
     cert,
     chaos,
@@ -39,6 +40,8 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
 app.add_typer(cert.app, name="cert")
+app.add_typer(audit.app, name="audit")
+app.add_typer(audit.usage, name="usage")
 app.add_typer(config_command.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chaos.app, name="chaos")

@@ -212,6 +212,9 @@ class AuthSettings(Section):
         "tenants that share cached prefixes with one another; all others share none",
         public=True,
     )
+    tenants_file: str = setting(
+        "", "rate and token limits of tenants, YAML; reread when it changes", public=True
+    )
     jwks_file: str = setting(
         "", "public keys (RFC 7517) of the JWTs that are taken; empty = no JWTs", public=True
     )
@@ -252,6 +255,24 @@ class TlsSettings(Section):
     )
 
 
+class AccountingSettings(Section):
+    """What routers write down about their tenants."""
+
+    audit_dir: str = setting(
+        "", "directory of the audit log, one chain of files a router; empty = none", public=True
+    )
+    audit_on_full: Literal["refuse", "drop"] = setting(
+        "refuse",
+        "while the log cannot be written: refuse requests, or go on and count what is missing",
+    )
+    audit_max_file_bytes: int = setting(
+        256 << 20, "size at which the log goes on in a new file", unit="bytes", ge=4096
+    )
+    usage_dir: str = setting(
+        "", "directory of counters per tenant, one file a router; empty = none", public=True
+    )
+
+
 class TelemetrySettings(Section):
     """Logs, traces and metrics."""
 
@@ -281,6 +302,7 @@ class IsthmusConfig(Section):
     limits: Limits = Limits()
     auth: AuthSettings = AuthSettings()
     tls: TlsSettings = TlsSettings()
+    accounting: AccountingSettings = AccountingSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")

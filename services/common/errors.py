@@ -53,6 +53,8 @@ _ROWS = (
               "The idempotency key is in use with another body."),
     ErrorSpec("rate_limited", True, "RESOURCE_EXHAUSTED", 429, "rate_limit_error",
               "Too many requests; `retry_after_ms` says when to come back."),
+    ErrorSpec("audit_unavailable", True, "UNAVAILABLE", 503, "server_error",
+              "The audit log cannot be written, and nothing is done that it would not show."),
     ErrorSpec("overloaded", True, "RESOURCE_EXHAUSTED", 429, "rate_limit_error",
               "Every queue that could take the request is full."),
     ErrorSpec("cancelled", False, "CANCELLED", 499, "request_cancelled",

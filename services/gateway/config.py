@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.common.limits import Limits
+from services.gateway.accounting import Accounting
 from services.gateway.auth import AuthConfig
 from services.gateway.namespaces import Namespaces, random_secret
 from services.runtime.tls import TlsIdentity
@@ -18,6 +19,7 @@ class GatewayConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)  # open to everyone who reaches the port
     namespaces: Namespaces = field(default_factory=lambda: Namespaces(random_secret()))
     tls: TlsIdentity | None = None  # None = plaintext
+    accounting: Accounting | None = None  # None = no limits of tenants, no usage, no audit log
     max_message_bytes: int = 16 << 20  # gRPC, both ways
     max_concurrent_streams: int = 1000  # per gRPC connection
     max_connection_age_s: float = 1800.0

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import IsthmusError, RequestError
+from services.gateway.rate_limits import RateLimited, rate_headers
 from services.gateway.wire_names import (
     RETRY_AFTER,
     RETRY_AFTER_MS,
@@ -41,6 +42,8 @@ def http_headers(error: IsthmusError) -> dict[str, str]:
     if error.retry_after_ms is not None:
         headers[RETRY_AFTER.name] = str(max(1, -(-error.retry_after_ms // 1000)))
         headers[RETRY_AFTER_MS.name] = str(error.retry_after_ms)
+    if isinstance(error, RateLimited):
+        headers |= rate_headers(error.verdict)
     if error.spec.code == "unauthenticated":
         headers[WWW_AUTHENTICATE.name] = "Bearer"
     if not error.spec.retryable:
@@ -64,6 +67,8 @@ def grpc_trailers(error: IsthmusError) -> tuple[tuple[str, str], ...]:
         trailers.append((TRAILER_PARAM.name, error.param.encode("ascii", "replace").decode()))
     if error.retry_after_ms is not None:
         trailers.append((TRAILER_RETRY_AFTER.name, str(error.retry_after_ms)))
+    if isinstance(error, RateLimited):
+        trailers += rate_headers(error.verdict).items()
     return tuple(trailers)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
+from services.gateway.accounting import Accounting
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.idempotency import IdempotencyTable
@@ -28,11 +29,17 @@ class FrontDesk:
     """Runs requests, joins repeated ones, knows whether it is open, counts what is inside."""
 
     def __init__(
-        self, router: RouterPort, preparer: Preparer, config: GatewayConfig, clock: Clock
+        self,
+        router: RouterPort,
+        preparer: Preparer,
+        config: GatewayConfig,
+        clock: Clock,
+        accounting: Accounting,
     ) -> None:
         self.preparer = preparer
         self.config = config
         self.clock = clock
+        self.accounting = accounting
         self._router = router
         self._table: IdempotencyTable[SharedRun] = IdempotencyTable(
             config.max_idempotency_keys, config.max_kept_outputs, config.idempotency_ttl_s
@@ -52,7 +59,8 @@ class FrontDesk:
         """Whether new requests would be served, and why not."""
         if self._is_draining:
             return False, "draining"
-        return self._router.is_ready()
+        fault = self.accounting.fault()
+        return (False, fault) if fault else self._router.is_ready()
 
     def time_left_s(self, spec: GenerateSpec, arrival: Arrival) -> float:
         """Give how long a door may spend on a request before it gives it up."""
@@ -116,7 +124,11 @@ class FrontDesk:
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outputs, AsyncGenerator):
                     await stack.enter_async_context(contextlib.aclosing(outputs))
+                bill = stack.enter_context(
+                    self.accounting.billed(arrival.tenant, len(call.token_ids))
+                )
                 async for output in outputs:
+                    bill.note(output)
                     yield output
         except IsthmusError:
             raise

@@ -11,6 +11,8 @@ from services.router.api import RequestEnd
 _MAX_CLIENT_ID_CHARS = 128
 _NOT_IN_CLIENT_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
+PROBE_ROUTES = frozenset({"/health", "/ready", "/metrics"})
+
 Door = Literal["http", "grpc"]
 
 
@@ -26,6 +28,14 @@ class RequestRecord:
     ttft_s: float | None = None  # until the first frame was handed to the transport
     end: RequestEnd | None = None  # usage and where it ran; None = it did not end well
     client_request_id: str = ""  # the client's own name for it, cleaned; for logs only
+    tenant: str = ""  # this and the rest are for the audit log only
+    key_id: str = ""
+    peer: str = ""  # address it came from
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it is one of those that come every few seconds and went well."""
+        return self.code == "ok" and self.route in PROBE_ROUTES
 
 
 class GatewayHooks(Protocol):

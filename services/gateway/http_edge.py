@@ -12,6 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from services.common.access import HTTP_POLICY, check_policy, check_scopes, is_open
+from services.common.address import join_host_port
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
@@ -38,6 +39,7 @@ class Exchange:
     receive: Receive
     responder: Responder
     caller: Caller = field(default_factory=Caller)
+    peer: str = ""
     route: str = "unknown"  # the template, bounded, for metrics
     path_params: Mapping[str, str] | None = None
     code: str = "ok"
@@ -104,6 +106,7 @@ class HttpEdge:
             headers=Headers(scope=scope),
             receive=receive,
             responder=Responder(send, ids, is_head=scope["method"] == "HEAD"),
+            peer=join_host_port(*scope["client"][:2]) if scope.get("client") else "",
         )
         scope[_EXCHANGE_KEY] = exchange
         scope["app"] = self  # makes the router raise for 404 and 405 instead of answering
@@ -143,6 +146,9 @@ class HttpEdge:
                 ttft_s=exchange.ttft_s,
                 end=exchange.end,
                 client_request_id=client_id_of(exchange.headers.get(CLIENT_REQUEST_ID.name, "")),
+                tenant=exchange.caller.tenant,
+                key_id=exchange.caller.key_id,
+                peer=exchange.peer,
             )
         )
 

@@ -84,6 +84,10 @@ class Responder:
         self._extra = extra_headers
         self._is_head = is_head
 
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Send these too, with whatever answer comes."""
+        self._extra = {**self._extra, **headers}
+
     async def whole(
         self,
         status: int,

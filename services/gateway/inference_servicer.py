@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import grpc
 
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
-from services.gateway.auth import Authenticator
+from services.gateway.auth import Authenticator, Caller
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_call import AnyContext, abort, text_metadata
@@ -28,6 +28,7 @@ from services.gateway.grpc_spec import (
 from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import traceparent_of
 from services.gateway.input_bounds import check_count, check_text
+from services.gateway.rate_limits import rate_headers
 from services.gateway.spec import ChatInput, TextInput
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.gateway.wire_names import (
@@ -38,6 +39,7 @@ from services.gateway.wire_names import (
     TRACEPARENT,
 )
 from services.pb import inference_pb2, inference_pb2_grpc
+from services.resilience.tenant_limiter import Verdict
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput
 from services.telemetry.logs import get_logger
 
@@ -56,6 +58,8 @@ class _Progress:
     ttft_s: float | None = None
     end: RequestEnd | None = None
     client_request_id: str = ""
+    caller: Caller = field(default_factory=Caller)
+    peer: str = ""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -131,7 +135,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn text or a chat into ids."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            ids = await self._tokenize(request, progress.received_at, _time_left(context))
+            with self._admitted(context, progress):
+                ids = await self._tokenize(request, progress.received_at, _time_left(context))
         except IsthmusError as error:
             progress.code = error.spec.code
             await abort(context, error)
@@ -149,9 +154,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn ids into text."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            self._check_model(request.model)
-            ids = unpack_ids(request.token_ids, "token_ids")
-            text = self._desk.preparer.detokenize(ids, "token_ids")
+            with self._admitted(context, progress):
+                self._check_model(request.model)
+                ids = unpack_ids(request.token_ids, "token_ids")
+                text = self._desk.preparer.detokenize(ids, "token_ids")
         except IsthmusError as error:
             progress.code = error.spec.code
             await abort(context, error)
@@ -171,9 +177,35 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         progress.client_request_id = client_id_of(
             request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
         )
-        caller = self._authenticator.authenticate(metadata)
+        with self._admitted(context, progress) as verdict:
+            rates = rate_headers(verdict)
+            frames = self._answer(request, context, progress, rates)
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    yield frame
+
+    @contextlib.contextmanager
+    def _admitted(self, context: AnyContext, progress: _Progress) -> Iterator[Verdict]:
+        """Let a call in that the interceptor has let through; note whose it is."""
+        caller = self._authenticator.authenticate(text_metadata(context.invocation_metadata()))
+        progress.caller, progress.peer = caller, context.peer()
+        with self._desk.accounting.admitted(caller.tenant) as verdict:
+            yield verdict
+
+    async def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
+        ],
+        progress: _Progress,
+        rates: Mapping[str, str],
+    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
+        metadata, caller = text_metadata(context.invocation_metadata()), progress.caller
         self._check_ids(request)
-        await context.send_initial_metadata(_initial_metadata(request, progress.request_id))
+        await context.send_initial_metadata(
+            (*_initial_metadata(request, progress.request_id), *rates.items())
+        )
         mode = metadata.get(FORCE_MODE.name)
         spec = parse_generate(request, self._limits, None if mode is None else mode.upper())
         arrival = Arrival(
@@ -261,6 +293,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 ttft_s=progress.ttft_s,
                 end=progress.end,
                 client_request_id=progress.client_request_id,
+                tenant=progress.caller.tenant,
+                key_id=progress.caller.key_id,
+                peer=progress.peer,
             )
         )
 

@@ -11,7 +11,13 @@ from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.model_manifest import read_manifest
-from services.gateway.access_setup import auth_config, check_access_files, namespaces
+from services.gateway.access_setup import (
+    Surroundings,
+    accounting,
+    auth_config,
+    check_access_files,
+    namespaces,
+)
 from services.gateway.config import GatewayConfig
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
@@ -19,8 +25,9 @@ from services.gateway.telemetry_hooks import TelemetryHooks
 from services.gateway.trace_ids import TraceIds
 from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2_grpc
+from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
-from services.registry.schema import namespace_of
+from services.registry.schema import Keys, namespace_of
 from services.router.admin_servicer import AdminServicer
 from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.dispatch import Router
@@ -76,6 +83,9 @@ class _RouterProcess:
             clock,
             reader_config(config.store.call_timeout_ms / 1000),
         )
+        names = namespaces(config.auth)
+        store = LimitStore(Keys(namespace_of(manifest.weights_digest)), router_id, self._reader.run)
+        around = Surroundings(router_id, store, self._metrics, clock)
         doors = door_identity(config.tls, clock)
         identity = cluster_identity(config.tls, clock)
         in_use = {"doors": doors, "cluster": identity}
@@ -108,7 +118,8 @@ class _RouterProcess:
                 limits=config.limits,
                 tls=doors,
                 auth=auth_config(config),
-                namespaces=namespaces(config.auth),
+                namespaces=names,
+                accounting=accounting(config, names, around),
                 max_concurrent_streams=settings.max_concurrent_streams,
                 max_connection_age_s=settings.max_connection_age_s,
             ),

@@ -26,6 +26,7 @@ from services.gateway.openai_api import (
 )
 from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter, dump
 from services.gateway.prepare import TextPool
+from services.gateway.rate_limits import rate_headers
 from services.gateway.spec import ChatInput, GenerateSpec
 from services.gateway.validate import Arrival, check_turns, model_not_found
 from services.gateway.wire_names import (
@@ -73,12 +74,12 @@ class HttpDoor:
         self._limits = desk.config.limits
         self._created = self._clock.unix_ms() // 1000
         routes = (
-            _route(CHAT_ROUTE, self._chat),
-            _route(COMPLETION_ROUTE, self._completion),
+            _route(CHAT_ROUTE, self._limited(self._chat)),
+            _route(COMPLETION_ROUTE, self._limited(self._completion)),
             _route(MODELS_ROUTE, self._models),
             _route(MODEL_ROUTE, self._model),
-            _route(TOKENIZE_ROUTE, self._tokenize),
-            _route(DETOKENIZE_ROUTE, self._detokenize),
+            _route(TOKENIZE_ROUTE, self._limited(self._tokenize)),
+            _route(DETOKENIZE_ROUTE, self._limited(self._detokenize)),
             _route(HEALTH_ROUTE, self._health),
             _route(READY_ROUTE, self._ready),
             _route(METRICS_ROUTE, self._metrics),
@@ -115,6 +116,14 @@ class HttpDoor:
                     await while_connected(work(exchange, outputs, facts, spec.n), exchange.receive)
         except TimeoutError:
             raise RequestError("deadline_exceeded", "the request's deadline passed") from None
+
+    def _limited(self, endpoint: Endpoint) -> Endpoint:
+        async def admit(exchange: Exchange) -> None:
+            with self._desk.accounting.admitted(exchange.caller.tenant) as verdict:
+                exchange.responder.add_headers(rate_headers(verdict))
+                await endpoint(exchange)
+
+        return admit
 
     async def _stream(
         self,

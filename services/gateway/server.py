@@ -17,6 +17,7 @@ from services.common.address import family_of, split_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.errors import ConfigError
 from services.common.model_manifest import ModelManifest
+from services.gateway.accounting import Accounting, AuditHooks
 from services.gateway.auth import Authenticator
 from services.gateway.config import GatewayConfig
 from services.gateway.front_desk import FrontDesk
@@ -83,13 +84,16 @@ class GatewayServer:
         if text.manifest.weights_digest != manifest.weights_digest:
             raise ConfigError("the tokenizer and the manifest are of different models")
         clock = clock or SystemClock()
+        self._accounting = config.accounting or Accounting.none(clock)
         hooks = hooks or NoHooks()
+        if self._accounting.audit is not None:
+            hooks = AuditHooks(hooks, self._accounting.audit, clock)
         self._hooks: GatewayHooks = hooks
         self._config = config
         self._extra_services = tuple(extra_services)
         self._pool = TextPool(config.text_threads, config.max_text_jobs)
         preparer = Preparer(router, text, config.limits, self._pool, clock)
-        self.desk = FrontDesk(router, preparer, config, clock)
+        self.desk = FrontDesk(router, preparer, config, clock, self._accounting)
         self.authenticator = Authenticator(config.auth, config.namespaces, clock)
         self.http = HttpDoor(self.desk, self._pool, self.authenticator, hooks)
         self._inference = InferenceServicer(self.desk, self.authenticator, hooks)
@@ -109,6 +113,7 @@ class GatewayServer:
             http_socket.close()
             await self.stop(0.0)
             raise
+        self._accounting.start()
         self._tasks.append(asyncio.create_task(self._watch_readiness()))
         return BoundPorts(grpc_port, http_socket.getsockname()[1])
 
@@ -127,6 +132,7 @@ class GatewayServer:
             await self._grpc.stop(1.0 if is_drained else 0.0)
         await self._stop_http()
         self._pool.close()
+        await self._accounting.stop()
         return is_drained
 
     @property

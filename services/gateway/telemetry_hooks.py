@@ -11,8 +11,6 @@ from services.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = get_logger(__name__)
 
-PROBE_ROUTES = frozenset({"/health", "/ready", "/metrics"})
-
 
 class TelemetryHooks:
     """Implements GatewayHooks."""
@@ -33,8 +31,7 @@ class TelemetryHooks:
         if record.code == "unauthenticated":
             self._metrics.add(catalog.AUTH_FAILURES)
         # Scrapes and probes come every few seconds; what goes wrong with one is still told.
-        is_probe = record.route in PROBE_ROUTES and record.code == "ok"
-        write = log.debug if is_probe else log.info
+        write = log.debug if record.is_probe else log.info
         write(
             "gateway.request",
             door=record.door,

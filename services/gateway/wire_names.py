@@ -98,7 +98,23 @@ WWW_AUTHENTICATE = WireName("www-authenticate", "401", "`Bearer`.")
 NO_BUFFERING = WireName(
     "x-accel-buffering", "streams", "`no`: proxies must pass tokens on at once."
 )
+_LIMITED = "generation and tokenising, of a tenant with limits"
+LIMIT_REQUESTS = WireName("x-ratelimit-limit-requests", _LIMITED, "Requests that may come at once.")
+REMAINING_REQUESTS = WireName("x-ratelimit-remaining-requests", _LIMITED, "What is left of them.")
+RESET_REQUESTS = WireName(
+    "x-ratelimit-reset-requests", _LIMITED, "Until all are there, as `0.35s`."
+)
+LIMIT_TOKENS = WireName("x-ratelimit-limit-tokens", _LIMITED, "Tokens a minute, prompt and answer.")
+REMAINING_TOKENS = WireName(
+    "x-ratelimit-remaining-tokens", _LIMITED, "What is left of them when the request begins."
+)
+RESET_TOKENS = WireName("x-ratelimit-reset-tokens", _LIMITED, "Until all are there, as `12.0s`.")
+RATE_HEADERS = (
+    LIMIT_REQUESTS, REMAINING_REQUESTS, RESET_REQUESTS,
+    LIMIT_TOKENS, REMAINING_TOKENS, RESET_TOKENS,
+)  # fmt: skip
 RESPONSE_HEADERS = (
+    *RATE_HEADERS,
     REQUEST_ID, OPENAI_REQUEST_ID, MODE, PLANE, PREFILL_WORKER, DECODE_WORKER, RETRY_AFTER,
     RETRY_AFTER_MS, SHOULD_RETRY, WWW_AUTHENTICATE, NO_BUFFERING,
 )  # fmt: skip

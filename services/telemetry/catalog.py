@@ -164,6 +164,16 @@ AUTH_FAILURES = Counter(
     "isthmus_auth_failures_total", "requests", "Requests refused for want of a valid key."
 )
 
+RATE_LIMITED = Counter(
+    "isthmus_rate_limited_total", "requests",
+    "Requests refused because their tenant is over a limit (requests, tokens, streams).",
+    ("limit",),
+)  # fmt: skip
+AUDIT_DROPPED = Gauge(
+    "isthmus_audit_dropped", "events", "Events the audit log had no room for, since the start."
+)
+AUDIT_BLOCKED = Gauge("isthmus_audit_blocked", "0 or 1", "1 while the audit log cannot be written.")
+
 # The worker's engine
 STEPS = Counter("isthmus_steps_total", "steps", "Engine steps.")
 STEP_TIME = Histogram("isthmus_step_seconds", "s", "Duration of one engine step.", _TOKEN_S)

@@ -1,0 +1,189 @@
+"""Limits of tenants over several routers: the script, and what happens without a store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.common.clock import ManualClock, SystemClock
+from services.common.errors import StoreUnavailable
+from services.common.secret import Secret
+from services.gateway.namespaces import Namespaces
+from services.gateway.rate_limits import RateLimited, RateLimits
+from services.registry.embedded import EmbeddedStore
+from services.registry.limits import LimitStore, limits_call, parse_limits
+from services.registry.reader import RedisRegistryReader
+from services.registry.schema import Keys
+from services.resilience.tenant_limiter import Claim, TenantLimits
+from tests.support.limits_twin import LimitsTwin
+from tests.support.store import running_store
+
+pytestmark = pytest.mark.integration
+
+NAMES = Namespaces(Secret(b"s" * 32))
+TENANTS = """
+default: {requests_per_s: 10, request_burst: 20, tokens_per_min: 6000, max_streams: 6}
+tenants:
+  big: {requests_per_s: 1000}
+"""
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[EmbeddedStore]:
+    with running_store() as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_script_and_twin_agree(store: EmbeddedStore, seed: int) -> None:
+    rng, twin, keys = random.Random(seed), LimitsTwin(), Keys(f"twin{seed}")
+    now_ms = 1_000_000
+    shapes = [TenantLimits(3, 7, 600, 4), TenantLimits(0.1, 0, 0, 2), TenantLimits(0, 0, 7e6, 0)]
+    with closing(redis.Redis.from_url(store.url, protocol=2)) as client:
+        for _ in range(120):
+            now_ms += rng.choice([-500, 0, 1, 200, 3000])
+            router = rng.choice(["r0", "r1", "r2"])
+            claims = [
+                (f"t{i}", Claim("x", rng.randrange(5), rng.randrange(900), rng.randrange(4), shape))
+                for i, shape in enumerate(shapes)
+                if rng.random() < 0.7
+            ]
+            call = limits_call(keys, router, claims, now_ms)
+            raw = client.eval(call.script.text, len(call.keys), *call.keys, *call.args)
+            expected = tuple(twin.share(router, name, claim, now_ms) for name, claim in claims)
+            assert parse_limits(raw, len(claims)) == expected
+        for key in client.scan_iter(match=f"{keys.prefix}*"):
+            assert 0 < client.pttl(key) <= 300_000
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 7, [], [b"x"], [b"1 2 3"], ["1 2 3 4"], [b"nan 1 0 1"], [b"1 2 -3 1"], [[]]]
+)
+def test_an_answer_that_is_none_counts_as_none(answer: object) -> None:
+    with pytest.raises(StoreUnavailable):
+        parse_limits(answer, 1)
+
+
+class Routers:
+    """Two routers of one cluster."""
+
+    def __init__(self, store: EmbeddedStore, tenants: Path, namespace: str) -> None:
+        clock = SystemClock()
+        self.readers = [RedisRegistryReader(store.url, namespace, clock) for _ in range(2)]
+        self.stores = [
+            LimitStore(Keys(namespace), f"r{i}", reader.run, timeout_s=5.0)
+            for i, reader in enumerate(self.readers)
+        ]
+        self.clock = ManualClock()
+        self.limits = [RateLimits(tenants, NAMES, self.clock) for _ in range(2)]
+
+    async def share(self) -> None:
+        for limits, store in zip(self.limits, self.stores, strict=True):
+            await limits.share_once(store)
+
+    async def close(self) -> None:
+        for reader in self.readers:
+            await reader.close()
+
+    def let_in(self, router: int, count: int) -> int:
+        """Requests of one tenant that a router lets in at once."""
+        passed = 0
+        for _ in range(count):
+            try:
+                with self.limits[router].admitted("acme"):
+                    passed += 1
+            except RateLimited:
+                continue
+        return passed
+
+
+@pytest.fixture
+def tenants_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(TENANTS)
+    return path
+
+
+async def test_two_routers_spend_one_budget(store: EmbeddedStore, tenants_file: Path) -> None:
+    routers = Routers(store, tenants_file, "shared")
+    try:
+        assert routers.let_in(0, 15) == 15
+        await routers.share()
+        assert routers.let_in(1, 1) == 1  # the first request here: only now it asks for the tenant
+        await routers.share()
+        # Twenty at once are all there is; what the store refills meanwhile is some.
+        left = routers.let_in(1, 100)
+        assert left < 20
+        await routers.share()
+        assert routers.let_in(0, 100) < 20
+        with routers.limits[0].admitted("big"), routers.limits[1].admitted("big"):
+            await routers.share()
+    finally:
+        await routers.close()
+
+
+async def test_streams_are_counted_over_all_routers(
+    store: EmbeddedStore, tenants_file: Path
+) -> None:
+    routers = Routers(store, tenants_file, "streams")
+    try:
+        contexts = [routers.limits[0].admitted("acme") for _ in range(5)]
+        for context in contexts:
+            context.__enter__()
+        with routers.limits[1].admitted("acme"):
+            await routers.share()
+            await routers.share()
+            with pytest.raises(RateLimited) as caught, routers.limits[1].admitted("acme"):
+                pass
+            assert caught.value.verdict.reason == "streams"
+        for context in contexts:
+            context.__exit__(None, None, None)
+        await routers.share()
+        assert routers.let_in(1, 1) == 1
+    finally:
+        await routers.close()
+
+
+async def test_without_a_store_each_router_goes_on_alone(
+    tenants_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent:
+        async def share(self, claims: object) -> tuple[()]:
+            raise StoreUnavailable("no answer within 250 ms")
+
+    clock = ManualClock()
+    limits = RateLimits(tenants_file, NAMES, clock)
+    for _ in range(3):
+        for _ in range(5):
+            with limits.admitted("acme"):
+                limits.charge("acme", 10)
+        await limits.share_once(Silent())
+    assert [r.message for r in caplog.records] == ["gateway.limits_not_shared"]
+    (claim,) = limits._limiter.claims(10)
+    assert (claim.requests, claim.tokens) == (15, 150)
+    refused = 0
+    for _ in range(20):
+        try:
+            with limits.admitted("acme"):
+                pass
+        except RateLimited:
+            refused += 1
+    assert refused == 15
+
+
+async def test_the_store_learns_no_tenant(store: EmbeddedStore, tenants_file: Path) -> None:
+    """RB-040: names in the store tell nobody who asked."""
+    routers = Routers(store, tenants_file, "hidden")
+    try:
+        routers.let_in(0, 1)
+        await routers.share()
+        with closing(redis.Redis.from_url(store.url)) as client:
+            keys = [key.decode() for key in client.scan_iter(match="isthmus:{hidden}:lim:*")]
+        assert keys == [f"isthmus:{{hidden}}:lim:{NAMES.of('acme')}"]
+    finally:
+        await routers.close()
