@@ -8,6 +8,7 @@ at the end of a `batch`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -741,17 +742,22 @@ class TransferSource:
         if self._peers.get(peer.base) is None:
             return None, (RejectCode.AUTH, "OPEN before HELLO")
         try:
-            if read_unverified(request.signed_ticket).incarnation != self._incarnation:
-                return None, (RejectCode.UNKNOWN, "the ticket is of an earlier life")
             ticket = self._signer.verify(request.signed_ticket)
         except TicketError as error:
-            return None, (RejectCode.AUTH, str(error))
+            return None, self._why_forged(request.signed_ticket, error)
         if ticket.xfer_id != xfer_id:
             return None, (RejectCode.AUTH, "the ticket is for another transfer")
         if self._offers.by_xfer(xfer_id) is None:
             # The offer may have been made, and its ticket opened, since this turn's commands ran.
             self._run_commands()
         return self._offers.by_xfer(xfer_id), None
+
+    def _why_forged(self, signed: bytes, error: TicketError) -> tuple[RejectCode, str]:
+        """Tell a ticket of an earlier life, which had another key, from one that is nobody's."""
+        with contextlib.suppress(TicketError):
+            if read_unverified(signed).incarnation != self._incarnation:
+                return RejectCode.UNKNOWN, "the ticket is of an earlier life"
+        return RejectCode.AUTH, str(error)
 
     def _wire_of(self, request: pb.Open) -> KvLayout | None:
         """Return what a frame is if the OPEN does not want blocks as they are."""

@@ -110,7 +110,8 @@ def _parse_inner(body: bytes) -> Ticket:
         raise TicketError("not a ticket") from error
     if raw.version != TICKET_VERSION:
         raise TicketError(f"version {raw.version}, this worker reads {TICKET_VERSION}")
-    if len(raw.block_hashes) % HASH_BYTES:
+    packed = raw.block_hashes  # once: every look at the field copies it
+    if len(packed) % HASH_BYTES:
         raise TicketError("block hashes are cut")
     texts = (raw.worker_id, raw.zmq_endpoint, raw.uds_path, raw.kv_identity_fp, raw.tenant)
     if any(len(text) > _MAX_TEXT for text in (*texts, raw.request_id, raw.kv_dtype)):
@@ -120,10 +121,7 @@ def _parse_inner(body: bytes) -> Ticket:
     block_size = raw.block_size or BLOCK_TOKENS
     if block_size % BLOCK_TOKENS or block_size > MAX_BLOCK_TOKENS:
         raise TicketError("the block size is none")
-    hashes = tuple(
-        BlockHash(raw.block_hashes[i : i + HASH_BYTES])
-        for i in range(0, len(raw.block_hashes), HASH_BYTES)
-    )
+    hashes = tuple(BlockHash(packed[i : i + HASH_BYTES]) for i in range(0, len(packed), HASH_BYTES))
     return Ticket(
         raw.xfer_id, raw.worker_id, raw.zmq_endpoint, raw.uds_path, raw.incarnation,
         raw.kv_identity_fp, raw.num_tokens, hashes, raw.tenant, raw.expires_unix_ms,
