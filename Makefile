@@ -40,10 +40,12 @@ $(STAMPS)/venv:
 $(STAMPS)/install: $(STAMPS)/venv requirements.lock requirements-triton.lock pyproject.toml
 	@echo "installing locked versions (a few minutes, about 1.4 GB) ..."
 	$(BIN)/python -m pip install --quiet -c requirements.lock setuptools
-	$(BIN)/python -m pip install --quiet -c requirements.lock --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python tools/tell_while.py installing $(VENV) -- \
+	  $(BIN)/python -m pip install --quiet -c requirements.lock --no-build-isolation -e '.[$(EXTRAS)]'
 	@# A CUDA build of torch brings the Triton it was made with; a CPU build brings none.
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)' \
-	  || $(BIN)/python -m pip install --quiet -c requirements-triton.lock triton
+	  || $(BIN)/python tools/tell_while.py "installing triton" $(VENV) -- \
+	    $(BIN)/python -m pip install --quiet -c requirements-triton.lock triton
 	@touch $@
 
 setup: $(STAMPS)/install ## make .venv, install locked versions, build kernels, fetch the model

@@ -160,17 +160,20 @@ def _nest(flat: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def _explain(error: ValidationError, source: Source, root: type[BaseModel]) -> str:
-    """One line per fault: key, origin, what is wrong. Values are not quoted: one may be secret."""
-    lines = []
+    """One line per key: origin, what is wrong. Values are not quoted: one may be secret."""
+    lines: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         key = ".".join(str(part) for part in item["loc"][:2])
+        if key in lines:
+            continue  # what follows from the first fault, or another element of a list
         if item["type"] == "extra_forbidden":
-            lines.append(_explain_unknown(key, source, root))
+            lines[key] = _explain_unknown(key, source, root)
             continue
         message = item["msg"].removeprefix("Value error, ")
         origin = source.origins.get(key)
-        lines.append(": ".join(p for p in (key, message + (f" ({origin})" if origin else "")) if p))
-    return "\n".join(lines)
+        where = f" ({origin})" if origin else ""
+        lines[key] = f"{key}: {message}{where}" if key else f"{message}{where}"
+    return "\n".join(lines.values())
 
 
 def _explain_unknown(key: str, source: Source, root: type[BaseModel]) -> str:

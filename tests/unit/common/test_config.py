@@ -182,3 +182,10 @@ def test_every_plane_can_be_asked_for_and_the_defaults_are_those_of_the_transfer
     assert load_config(None, {}, {}).transfer.planes == DEFAULT_PLANES
     with pytest.raises(ConfigError, match="Input should be"):
         load_config(None, {}, {"transfer.planes": ("fault",)})
+
+
+def test_a_wrong_list_is_one_fault_and_not_also_too_short() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"ISTHMUS_TRANSFER__PLANES": "carrier,pigeon"}, {})
+    [line] = str(caught.value).splitlines()
+    assert line.startswith("transfer.planes: Input should be 'attach', 'memfd'")
