@@ -117,7 +117,10 @@ def _planes(given: str) -> tuple[str, ...]:
     """Planes of the flag, else of the configuration; empty where neither says any."""
     config = settings.load(None, {"transfer.planes": given.split(",") if given else None})
     is_set = "planes" in config.transfer.model_fields_set
-    return tuple(config.transfer.planes) if is_set else ()
+    planes = tuple(config.transfer.planes) if is_set else ()
+    if planes == ("cuda_ipc",):
+        raise typer.BadParameter("the workers' pools are on the CPU, where cuda_ipc is no plane")
+    return planes
 
 
 def _show(progress: Progress, step: str, share: float, is_quiet: bool) -> None:

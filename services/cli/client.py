@@ -54,8 +54,9 @@ def _credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
 
 
 def _check_address(address: str) -> None:
-    """Refuse an URL: gRPC would take its scheme for the name of a resolver and wait in vain."""
-    if "://" in address:
+    """Refuse what gRPC would wait for in vain: a scheme names a resolver, no port means 443."""
+    is_path = address.startswith("unix:")
+    if "://" in address or not (is_path or address.rpartition(":")[2].isdecimal()):
         typer.echo(
             "isthmus: --server wants the gRPC address HOST:PORT, without a scheme"
             " (not the address of the OpenAI API)",

@@ -169,7 +169,10 @@ class TransferSettings(Section):
         0, "port peers connect to, on worker.bind_host; 0 = any free", ge=0, le=65_535
     )
     zmq_advertise: str = setting(
-        "", "host:port peers reach zmq_port by; empty = the bound one", public=True
+        "",
+        "host:port peers reach zmq_port by; empty = the bound one",
+        public=True,
+        pattern=r"^(\S+:[0-9]{1,5})?$",
     )
     max_open: int = setting(256, "transfers open at once per side", unit="transfers", gt=0)
     curve_key_file: str = setting(

@@ -91,6 +91,7 @@ def test_the_configured_length_counts_where_it_is_less_than_the_context(
         ("bench", "cancel", "--seed", "-1"),
         ("chaos", "handoff", "--faults", "0"),
         ("chaos", "handoff", "--planes", "carrier-pigeon"),
+        ("chaos", "handoff", "--planes", "cuda_ipc"),
         ("chaos", "transfers", "--num", "0"),
         ("chaos", "transfers", "--num", "1000000000000"),
         ("chaos", "transfers", "--jobs", "-1"),

@@ -84,4 +84,5 @@ def test_an_url_as_server_is_a_usage_fault(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*arguments, "--server", "http://127.0.0.1:8000"]) == exits.USAGE
+    assert run([*arguments, "--server", "localhost"]) == exits.USAGE  # gRPC would take port 443
     assert "gRPC address HOST:PORT, without a scheme" in capsys.readouterr().err

@@ -78,6 +78,7 @@ def test_lists_come_comma_separated_from_the_environment() -> None:
         ("x: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
         ("transfer:\n  planes: []\n", "transfer.planes"),
         ("transfer:\n  verify_digest: never\n", "transfer.verify_digest"),
+        ("transfer:\n  zmq_advertise: somewhere\n", "transfer.zmq_advertise"),
     ],
 )
 def test_wrong_files_are_refused_with_a_place(tmp_path: Path, text: str, fault: str) -> None:
