@@ -17,14 +17,14 @@ ours, and what it does better is.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ import zmq.auth
 from services.bench.gloo_raw import GlooRaw
 from services.bench.handoff_sink import TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
+from services.bench.other_systems import MODULES, OtherFailed, OtherSystem, Shape, is_installed
 from services.bench.raw_zmq import RawZmq
 from services.bench.result import Bar, BenchResult
 from services.common.progress import Progress, silent
@@ -54,7 +55,6 @@ CURVE_BAR = 0.06
 BAR_BLOCKS = 64  # where the zmq bars are taken
 MAX_SENDER_SHARE = 0.15  # of the time memcpy takes: control messages, no block is read
 RAW_BESIDE = "zmq"  # the arm that pyzmq alone is measured beside
-OTHERS = {"nixl": "nixl", "mooncake": "mooncake"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ ARMS = (
     Arm("curve", "zmq", "always", is_encrypted=True),
     Arm("curve_layer_major", "zmq", "always", is_encrypted=True, is_layer_major=True),
     Arm("nccl_on_gloo", "nccl", "always"),  # the plane's code; NCCL itself needs two GPUs
+    Arm("nccl_on_gloo_layer_major", "nccl", "always", is_layer_major=True),
 )
 SOURCES = tuple({arm.source: arm for arm in ARMS}.values())  # one arm of each source's process
 GLOO_RAW = "gloo_raw"  # beside it: bare gloo, contiguous memory, no protocol
@@ -122,12 +123,12 @@ def run(
         for num_blocks in blocks:
             bench.measure(measured, num_blocks, rounds_of(num_blocks, rounds), progress)
         num_wrong += bench.count_wrong(min(CHECK_BLOCKS, max(blocks)))
-    return result_of(measured, num_wrong=num_wrong)
+    return result_of(measured, num_wrong=num_wrong, others=bench.others.said)
 
 
 def memory_bytes(max_blocks: int) -> int:
-    """What all pools and buffers take: two here, one a source, and gloo's two."""
-    num_pools = 2 + len(SOURCES) + 2
+    """What all pools and buffers take: two here, one a source, gloo's two, and the others'."""
+    num_pools = 2 + len(SOURCES) + 2 + 2 * sum(is_installed(name) for name in MODULES)
     return num_pools * (max_blocks + SPARE_BLOCKS) * LAYOUT.block_bytes
 
 
@@ -161,6 +162,9 @@ class _Bench:
         self._gloo = stack.enter_context(GlooRaw(directory, max_bytes, message_bytes))
         raw = RawZmq(self._memory.blocks, self._dest_ids, self._sources_ids)
         self._raw = stack.enter_context(raw)
+        self.others = _Others(
+            stack, Shape(self._num_blocks, LAYOUT.block_bytes, self._dest_ids, self._sources_ids)
+        )
         self._sinks: dict[str, TimedSink] = {}
         for i, arm in enumerate(ARMS):
             sink = TimedSink(
@@ -183,13 +187,13 @@ class _Bench:
         """Measure every arm at one number of blocks; the first round only warms up."""
         for arm in ARMS:
             self._round(arm, num_blocks, Series())
-        self._raw_round(num_blocks, Series())
+        self._raw_rounds({}, num_blocks)
         for number in range(rounds):
             progress(f"handing off {counted(num_blocks, 'block')}", number / rounds)
             for arm in ARMS:
                 series = measured.setdefault((arm.name, num_blocks), Series())
                 self._round(arm, num_blocks, series)
-            self._raw_round(num_blocks, measured.setdefault((GLOO_RAW, num_blocks), Series()))
+            self._raw_rounds(measured, num_blocks)
 
     def _round(self, arm: Arm, num_blocks: int, series: Series) -> None:
         sink, source = self._sinks[arm.name], self._sources[arm.source]
@@ -203,9 +207,23 @@ class _Bench:
         series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
         series.sender_cpu += source.cpu_s() - cpu_before
 
-    def _raw_round(self, num_blocks: int, series: Series) -> None:
+    def _raw_rounds(self, measured: Measured, num_blocks: int) -> None:
+        """Measure what is not ours."""
+        size = num_blocks * LAYOUT.block_bytes
+        self._raw_round(measured, GLOO_RAW, num_blocks, lambda: self._gloo.seconds(size))
+        self.others.round(
+            measured,
+            lambda name, take: self._raw_round(measured, name, num_blocks, take),
+            num_blocks,
+        )
+
+    def _raw_round(
+        self, measured: Measured, name: str, num_blocks: int, take: Callable[[], float]
+    ) -> None:
         before = self._memcpy_s(num_blocks)
-        series.doorbell.append(self._gloo.seconds(num_blocks * LAYOUT.block_bytes))
+        took_s = take()
+        series = measured.setdefault((name, num_blocks), Series())
+        series.doorbell.append(took_s)
         series.num_handoffs += 1
         series.memcpy.append((before + self._memcpy_s(num_blocks)) / 2)
 
@@ -237,6 +255,40 @@ class _Bench:
         )
 
 
+class _Others:
+    """Other systems that are installed: those that run, and what became of each."""
+
+    def __init__(self, stack: ExitStack, shape: Shape) -> None:
+        self.running: dict[str, OtherSystem] = {}
+        self.said: dict[str, str] = {}
+        for name in MODULES:
+            if not is_installed(name):
+                self.said[name] = "skipped: not installed"
+                continue
+            try:
+                self.running[name] = stack.enter_context(OtherSystem(name, shape))
+                self.said[name] = "measured"
+            except OtherFailed as error:
+                self.give_up(name, error)
+
+    def round(
+        self, measured: Measured, measure: Callable[[str, Callable[[], float]], None], count: int
+    ) -> None:
+        """Have each measured with so many blocks; of one that fails no row is left."""
+        for name, system in list(self.running.items()):
+            try:
+                measure(name, partial(system.seconds, count))
+            except OtherFailed as error:
+                self.give_up(name, error)
+                for key in [key for key in measured if key[0] == name]:
+                    del measured[key]
+
+    def give_up(self, name: str, error: OtherFailed) -> None:
+        """Note why there are no figures of it."""
+        self.running.pop(name, None)
+        self.said[name] = f"failed: {error}"
+
+
 def _scattered(rng: np.random.Generator, num_blocks: int, count: int) -> tuple[int, ...]:
     return tuple(int(i) for i in rng.permutation(num_blocks)[:count])
 
@@ -244,8 +296,14 @@ def _scattered(rng: np.random.Generator, num_blocks: int, count: int) -> tuple[i
 # ---- from rounds to a result --------------------------------------------------------------------
 
 
-def result_of(measured: Measured, *, num_wrong: int) -> BenchResult:
-    """Medians, percentiles, and bars on ratios within rounds."""
+def result_of(
+    measured: Measured, *, num_wrong: int, others: Mapping[str, str] | None = None
+) -> BenchResult:
+    """Medians, percentiles, and bars on ratios within rounds.
+
+    Args:
+        others: other system -> what became of it.
+    """
     result = BenchResult("handoff")
     result.figures["block_kib"] = LAYOUT.block_bytes // 1024
     for (name, num_blocks), series in measured.items():
@@ -254,10 +312,7 @@ def result_of(measured: Measured, *, num_wrong: int) -> BenchResult:
     _add_verification(result, measured)
     result.bars += _bars(measured)
     result.bars.append(Bar("blocks with other content than announced", num_wrong, 0, "=="))
-    for name, module in OTHERS.items():
-        is_there = importlib.util.find_spec(module) is not None
-        reason = "no driver for it here" if is_there else "not installed"
-        result.reference[name] = f"skipped: {reason}"
+    result.reference |= others or {}
     return result
 
 
@@ -271,7 +326,7 @@ def _add(result: BenchResult, name: str, num_blocks: int, series: Series) -> Non
             figures[f"{prefix}_{kind}_p99_ms"] = _round(percentile(times, 0.99) * 1e3)
     figures[f"{prefix}_rounds"] = len(series.doorbell)
     figures[f"{prefix}_to_memcpy"] = _round(series.ratio)
-    if name != GLOO_RAW:  # nobody asks that process
+    if series.whole:  # nobody asks the processes of what is not ours
         figures[f"{prefix}_sender_cpu_s_per_gb"] = _round(_cpu_per_gb(series, num_blocks))
     result.reference[f"{prefix}_memcpy_gb_s"] = _round(size_gb / statistics.median(series.memcpy))
 

@@ -85,3 +85,24 @@ def test_pyzmq_alone_stands_beside_the_zmq_plane() -> None:
     result = bench.result_of({("zmq", 64): series}, num_wrong=0)
     assert result.reference["pyzmq_64_to_memcpy"] == pytest.approx(0.4)
     assert result.figures["zmq_64_to_pyzmq"] == pytest.approx(0.5)
+
+
+def test_every_plane_and_both_layouts_have_every_row_without_options() -> None:
+    wanted = {
+        (plane, is_layer_major)
+        for plane in ("memfd", "zmq", "nccl")
+        for is_layer_major in (False, True)
+    }
+    assert {(arm.plane, arm.is_layer_major) for arm in bench.ARMS} == wanted
+    assert ",".join(str(count) for count in bench.BLOCKS) == "1,16,64,1024"
+    measured = {
+        (arm.name, count): _series([2.0], [1.0]) for arm in bench.ARMS for count in bench.BLOCKS
+    }
+    figures = bench.result_of(measured, num_wrong=0).figures
+    for arm, count in measured:
+        for kind in ("whole", "doorbell"):
+            for unit in ("gb_s", "p50_ms", "p99_ms"):
+                assert figures[f"{arm}_{count}_{kind}_{unit}"]
+        assert {
+            f"{arm}_{count}_{rest}" for rest in ("rounds", "to_memcpy", "sender_cpu_s_per_gb")
+        } <= set(figures)
