@@ -50,6 +50,7 @@ class UsageBook:
         self._held = None if self._path is None else HeldFile(self._path)
         self._counters: dict[str, Usage] = {}
         self._is_dirty = False
+        self._writing: asyncio.Future[None] | None = None
         self._is_told = False
         if self._path is not None and self._path.exists():
             self._counters = dict(read_usage(self._path))
@@ -71,12 +72,16 @@ class UsageBook:
 
     async def flush(self) -> bool:
         """Write if something has changed; False = the disk took it not, it is kept for later."""
+        if self._writing is not None:
+            # Left behind by a flush that was cancelled: an older file must not come last.
+            await asyncio.wait([self._writing])
         if self._path is None or not self._is_dirty:
             return True
         self._is_dirty = False
-        text = _dump(self._counters)
+        write = asyncio.to_thread(replace_private, self._path, _dump(self._counters))
+        self._writing = asyncio.ensure_future(write)
         try:
-            await asyncio.to_thread(replace_private, self._path, text)
+            await asyncio.shield(self._writing)
         except OSError as error:
             self._is_dirty = True
             if not self._is_told:
@@ -88,6 +93,7 @@ class UsageBook:
 
     async def close(self) -> None:
         """Write the rest and let the file go."""
+        self._is_dirty = True  # whatever became of the last flush
         await self.flush()
         if self._held is not None:
             self._held.release()

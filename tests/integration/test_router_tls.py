@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from services.pb import worker_pb2, worker_pb2_grpc
 from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.link import LinkBroken, is_loopback_address, open_channel
-from tests.support.certs import client_credentials, identity, make_certs
+from services.runtime.dev_certs import make_dev_certs
+from tests.support.certs import LEAVES, client_credentials, identity, make_certs
 from tests.support.cluster import Cluster, eventually, make_call, reference, running_cluster
 from tests.support.fake_worker import FakeWorker, decode_worker, prefill_worker
 from tests.support.store import store, store_url
@@ -162,3 +164,36 @@ def test_plaintext_leaves_this_machine_only_when_said_so() -> None:
     for address in ("10.0.0.7:1", "worker:1", "127.0.0.1.example:1", "0.0.0.0:1", "x"):
         assert not is_loopback_address(address)
     assert replace(config, allow_plaintext=True).allow_plaintext
+
+
+async def test_an_expired_certificate_makes_no_link(
+    store_url: str, certs: Path, tmp_path: Path
+) -> None:
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+    make_dev_certs(certs, LEAVES, 1, past)
+    async with running_cluster(store_url, [], routed(certs)) as cluster:
+        await cluster.add(worker(certs, "p0", "prefill"))
+        await eventually(lambda: "unavailable" in detail_of(cluster, "p0"), 10)
+        make_certs(certs)  # renewed in place, nothing is restarted
+        await cluster.until_state("p0", "live", 10)
+
+
+async def test_the_authority_changes_while_both_are_known(
+    store_url: str, certs: Path, tmp_path: Path
+) -> None:
+    """RB-093: old and new authority in one file, until every certificate is of the new one."""
+    new = tmp_path / "new"
+    make_certs(new)
+    workers = [worker(certs, "p0", "prefill"), worker(certs, "d0", "decode")]
+    async with running_cluster(store_url, workers, routed(certs)) as cluster:
+        both = (certs / "ca.pem").read_text() + (new / "ca.pem").read_text()
+        (certs / "ca.pem").write_text(both)
+        for name in ("router", "worker"):
+            for end in ("key", "pem"):
+                (certs / f"{name}.{end}").write_bytes((new / f"{name}.{end}").read_bytes())
+        # It has a certificate of the new authority, and so has the router by now.
+        await cluster.add(worker(certs, "p1", "prefill"))
+        await cluster.until_state("p1", "live", 10)
+        call = make_call()
+        assert (await cluster.ask(call)).tokens() == reference(call)
+        assert [w.num_attaches for w in workers] == [1, 1]

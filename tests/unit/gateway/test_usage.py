@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,29 @@ async def test_tenants_beyond_the_bound_are_counted_together(
         book.add(f"t{i}", Usage(1))
     await book.close()
     assert read_all(tmp_path) == {OTHERS: Usage(3), "t0": Usage(1), "t1": Usage(1)}
+
+
+async def test_a_flush_that_is_cancelled_never_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    write = usage_module.replace_private
+
+    def slow(path: Path, text: str) -> None:
+        began.set()
+        assert go_on.wait(20)
+        write(path, text)
+
+    book = UsageBook(tmp_path, "r0")
+    book.add("acme", Usage(1))
+    monkeypatch.setattr(usage_module, "replace_private", slow)
+    flushing = asyncio.create_task(book.flush())
+    assert await asyncio.to_thread(began.wait, 20)
+    flushing.cancel()
+    await asyncio.wait([flushing])
+    book.add("acme", Usage(1))
+    closing = asyncio.create_task(book.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    assert read_all(tmp_path) == {"acme": Usage(2)}
