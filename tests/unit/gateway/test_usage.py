@@ -13,6 +13,7 @@ import pytest
 from services.cli.main import run
 from services.common.clock import ManualClock
 from services.common.errors import ConfigError
+from services.common.private_file import replace_private
 from services.gateway import usage as usage_module
 from services.gateway.metering import Bill
 from services.gateway.namespaces import Namespaces, random_secret
@@ -141,12 +142,11 @@ async def test_a_flush_that_is_cancelled_never_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
-    write = usage_module.replace_private
 
     def slow(path: Path, text: str) -> None:
         began.set()
         assert go_on.wait(20)
-        write(path, text)
+        replace_private(path, text)
 
     book = UsageBook(tmp_path, "r0")
     book.add("acme", Usage(1))
