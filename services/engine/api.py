@@ -382,7 +382,7 @@ class Engine(Protocol):
         ...
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
-        """Every hash in the prefix cache, parents before children (for a hint resync)."""
+        """Every hint of what is in the prefix cache, parents before children (for a resync)."""
         ...
 
     def is_alive(self) -> bool:

@@ -173,13 +173,13 @@ class EngineLoop:
         return self._load
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
-        """Every hash in the prefix cache, parents before children.
+        """Every hint of what is in the prefix cache, parents before children.
 
         Raises:
             TimeoutError: the engine thread did not answer within 5 s.
         """
         if not self._thread.is_alive():
-            return self._scheduler.pool.cache.hashes()
+            return self._scheduler.pool.cache.hints()
         answer: Future[tuple[BlockHash, ...]] = Future()
         self._send(None, lambda _now: self._answer(answer))
         return answer.result(_SNAPSHOT_WAIT_S)
@@ -270,7 +270,7 @@ class EngineLoop:
                     self._scheduler.fail(command.key, "internal", message, now)
 
     def _answer(self, answer: Future[tuple[BlockHash, ...]]) -> None:
-        answer.set_result(self._scheduler.pool.cache.hashes())
+        answer.set_result(self._scheduler.pool.cache.hints())
 
     def _submit(self, request: EngineRequest, now: float) -> None:
         try:

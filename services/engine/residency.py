@@ -196,7 +196,7 @@ class Residency:
         if not is_received and self.pool.cache.get(block_hash) is None:
             self._content.seal(block_id)
         parent = seq.cache_key(idx - 1) if idx else None
-        kept = self.pool.seal(block_id, block_hash, parent, is_hinted=seq.kv_form == EXACT)
+        kept = self.pool.seal(block_id, block_hash, parent, is_public=seq.kv_form == EXACT)
         if kept != block_id:
             # Another sequence computed the same content first: share its block, so that the
             # chain stays one chain in the cache. Nobody was told of ours yet.

@@ -136,7 +136,7 @@ class BlockPool:
         block_hash: BlockHash,
         parent: BlockHash | None,
         *,
-        is_hinted: bool = True,
+        is_public: bool = True,
     ) -> BlockId:
         """Declare a full block stable and enter it in the prefix cache.
 
@@ -145,7 +145,7 @@ class BlockPool:
 
         Args:
             parent: hash of the block before, whose cached block the caller holds too.
-            is_hinted: whether other processes may be told that this content is here.
+            is_public: whether other processes may be told that this content is here.
         """
         self._check_being_written(block_id)
         if self._refs[block_id] != 1:
@@ -157,7 +157,7 @@ class BlockPool:
             return twin
         if parent is not None and not self._refs[self.cache.entry(parent).block_id]:
             raise ValueError(f"block {block_id} is sealed by one who does not hold its parent")
-        self.cache.add(block_hash, parent, block_id, is_hinted=is_hinted)
+        self.cache.add(block_hash, parent, block_id, is_public=is_public)
         self._hashes[block_id] = block_hash
         self._gens[block_id] += np.uint64(1)
         return block_id

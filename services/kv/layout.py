@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 16  # the hash chain is always at this granularity
+HINT_STRIDE_BLOCKS = 4  # hints are kept for every 4th value of the 16-token hash chain
 DIGEST_LAYER_GROUPS = 4  # digests per (block, KV head, layer quarter)
 
 _MAX_DIM = 4096

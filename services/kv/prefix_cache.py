@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.ids import BlockHash, BlockId
+from services.kv.layout import HINT_STRIDE_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class CacheEntry:
 
     block_id: BlockId
     parent: BlockHash | None
-    is_hinted: bool = True  # others may be told of it
+    depth: int  # blocks of its chain up to and including this one
+    is_public: bool  # others may be told of it
 
 
 class PrefixCache:
@@ -22,6 +24,9 @@ class PrefixCache:
 
     Children enter after their parent and leave before it, so iteration order (insertion) has
     parents first. Its size is bounded by the pool: one entry holds one block.
+
+    Others are told of every HINT_STRIDE_BLOCKS-th block of a chain only. Since a block leaves
+    before the one ahead of it, a hint goes no later than any block it vouches for.
     """
 
     def __init__(self) -> None:
@@ -58,18 +63,20 @@ class PrefixCache:
         parent: BlockHash | None,
         block_id: BlockId,
         *,
-        is_hinted: bool = True,
+        is_public: bool = True,
     ) -> None:
         """Enter a sealed block; its parent (None for the first of a chain) must be here."""
         if block_hash in self._entries:
             raise ValueError(f"block hash {block_hash.hex()} is cached already")
+        depth = 1
         if parent is not None:
             if parent not in self._entries:
                 raise ValueError(f"the parent of block {block_hash.hex()} is not cached")
+            depth += self._entries[parent].depth
             self._num_children[parent] += 1
-        self._entries[block_hash] = CacheEntry(block_id, parent, is_hinted)
+        entry = self._entries[block_hash] = CacheEntry(block_id, parent, depth, is_public)
         self._num_children[block_hash] = 0
-        if is_hinted:
+        if self._is_hinted(entry):
             self._note(block_hash, is_added=True)
 
     def remove(self, block_hash: BlockHash) -> None:
@@ -80,7 +87,7 @@ class PrefixCache:
         del self._num_children[block_hash]
         if entry.parent is not None:
             self._num_children[entry.parent] -= 1
-        if entry.is_hinted:
+        if self._is_hinted(entry):
             self._note(block_hash, is_added=False)
 
     def num_children(self, block_hash: BlockHash) -> int:
@@ -89,14 +96,21 @@ class PrefixCache:
 
     def hashes(self) -> tuple[BlockHash, ...]:
         """Every cached hash others may be told of, parents before children."""
-        return tuple(h for h, entry in self._entries.items() if entry.is_hinted)
+        return tuple(h for h, entry in self._entries.items() if entry.is_public)
+
+    def hints(self) -> tuple[BlockHash, ...]:
+        """Every cached hash others are told of, parents before children."""
+        return tuple(h for h, entry in self._entries.items() if self._is_hinted(entry))
 
     def take_delta(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
-        """Return net (added, removed) since the last call; no hash is in both."""
+        """Return hints (added, removed) since the last call, net; no hash is in both."""
         delta, self._delta = self._delta, {}
         added = tuple(block_hash for block_hash, is_added in delta.items() if is_added)
         removed = tuple(block_hash for block_hash, is_added in delta.items() if not is_added)
         return added, removed
+
+    def _is_hinted(self, entry: CacheEntry) -> bool:
+        return entry.is_public and entry.depth % HINT_STRIDE_BLOCKS == 0
 
     def _note(self, block_hash: BlockHash, *, is_added: bool) -> None:
         # Opposite changes cancel: what counts is the difference since the last delta.
@@ -112,6 +126,7 @@ class PrefixCache:
         for block_hash, entry in self._entries.items():
             if entry.parent is not None:
                 assert entry.parent in seen, "a block is cached before or without its parent"
+                assert entry.depth == self._entries[entry.parent].depth + 1
                 children[entry.parent] = children.get(entry.parent, 0) + 1
             seen.add(block_hash)
         assert self._num_children == {h: children.get(h, 0) for h in self._entries}

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 
-HINT_STRIDE_BLOCKS = 4  # hints are kept for every 4th value of the 16-token hash chain
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.kv.hashing import HASH_SCHEME
-from services.kv.layout import BLOCK_TOKENS
-from services.registry.base import HINT_STRIDE_BLOCKS, LoadReport, WorkerInfo
+from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
+from services.registry.base import LoadReport, WorkerInfo
 
 SCHEMA = f"1;block={BLOCK_TOKENS};stride={HINT_STRIDE_BLOCKS};hash={HASH_SCHEME}"
 NUM_BUCKETS = 8192

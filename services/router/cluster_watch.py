@@ -13,7 +13,8 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, WorkerId
 from services.common.model_manifest import ModelManifest
-from services.registry.base import HINT_STRIDE_BLOCKS, RegistryReader, WorkerRecord
+from services.kv.layout import HINT_STRIDE_BLOCKS
+from services.registry.base import RegistryReader, WorkerRecord
 from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
 from services.router.booking import Bookings
 from services.router.config import RouterConfig

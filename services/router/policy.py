@@ -13,8 +13,7 @@ from statistics import median
 
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
-from services.kv.layout import BLOCK_TOKENS
-from services.registry.base import HINT_STRIDE_BLOCKS
+from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.router.view import ClusterView, WorkerView, pair_mismatch
 
 REMOTE, LOCAL, STAY = "REMOTE", "LOCAL", "STAY"

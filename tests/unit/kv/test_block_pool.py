@@ -126,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(added) & self.known
         assert set(removed) <= self.known
         self.known = (self.known - set(removed)) | set(added)
-        assert self.known == set(self.pool.cache.hashes())
+        assert self.known == set(self.pool.cache.hints())
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
@@ -225,3 +225,18 @@ def test_misuse_raises() -> None:
         pool.decref((block_id,))
     with pytest.raises(ValueError, match="cannot be shared"):
         pool.incref((BlockId(3),))
+
+
+def test_hints_name_every_fourth_block_of_a_chain_and_go_first() -> None:
+    """A hint at depth 8 vouches for blocks 1 to 8: it leaves before any of them does."""
+    pool, path = BlockPool(9), tuple(range(9))
+    blocks = sealed_chain(pool, *path)
+    fourth, eighth = block_hash(*path[:4]), block_hash(*path[:8])
+    assert pool.cache.take_delta() == ((fourth, eighth), ())
+    assert pool.cache.hints() == (fourth, eighth)
+    pool.decref(blocks)
+    pool.allocate(1)
+    assert pool.cache.take_delta() == ((), ())
+    pool.allocate(1)
+    assert pool.cache.take_delta() == ((), (eighth,))
+    assert len(pool.cache.match([block_hash(*path[: i + 1]) for i in range(9)])) == 7
