@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any  # of struct
 
 from services.common.errors import StoreUnavailable
 from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
+from services.registry.cost import DECODE, REMOTE, Option, Verdict
 from services.registry.schema import decode_info, unpack_record
+
+# slot, kind, fits, partner, in_flight, rank, then the seconds and tokens of an Option
+_OPTION = struct.Struct("<HBBhHI10d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,33 @@ def parse_lookup(
         depth[_number(slot_value)] = max(0, min(_number(strides), num_strides))
     hints = HintAnswer(tuple(sorted(records, key=lambda r: r.slot)), depth)
     return LookupAnswer(hints, version, infos)
+
+
+def parse_route(answer: object, num_asks: int) -> tuple[Verdict | None, ...]:
+    """Read a decision for each request; None where no candidate was left."""
+    items = _items(answer)
+    if len(items) != num_asks:
+        raise StoreUnavailable("the store decided for another number of requests")
+    return tuple(_verdict(_items(item)) for item in items)
+
+
+def _verdict(items: Sequence[object]) -> Verdict | None:
+    if _word(items[0]) == "NONE":
+        return None
+    packed = items[3] if len(items) == 4 else None
+    if not isinstance(packed, bytes) or not packed or len(packed) % _OPTION.size:
+        raise StoreUnavailable("the store answered a decision in an unknown form")
+    options = tuple(_option(row) for row in _OPTION.iter_unpack(packed))
+    return Verdict(options, _number(items[2]) == 1)
+
+
+def _option(row: tuple[Any, ...]) -> Option:
+    slot, kind, fits, partner, in_flight, rank = row[:6]
+    numbers = row[6:]
+    if not REMOTE <= kind <= DECODE or not all(map(math.isfinite, numbers)):
+        raise StoreUnavailable("the store answered a decision that makes no sense")
+    values: tuple[Any, ...] = (kind, slot, bool(fits), partner, *numbers, in_flight, rank)
+    return Option(*values)
 
 
 def _infos(flat: Sequence[object]) -> dict[int, WorkerInfo]:

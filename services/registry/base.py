@@ -42,6 +42,15 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class HintChange:
+    """Blocks that entered and left one tier of a worker's cache; removals are applied first."""
+
+    added: Sequence[BlockHash]
+    removed: Sequence[BlockHash]
+    tier: int = 0  # 0 = GPU memory (or the only one), 1 = host, 2 = disk
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """One worker as the store has it."""
 

@@ -19,7 +19,7 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash
 from services.registry.answers import parse_join, parse_status
-from services.registry.base import LoadReport, WorkerInfo
+from services.registry.base import HintChange, LoadReport, WorkerInfo
 from services.registry.schema import Keys, encode_info, pack_record
 from services.registry.scripts import Invocation, ScriptCalls
 from services.telemetry.logs import get_logger
@@ -283,15 +283,13 @@ class WorkerLease:
         """Send the batch; on a lost answer it is sent again with the same sequence number."""
         assert self._batch is not None
         assert self._slot is not None
-        added, removed = self._batch
         status = parse_status(
             self._call(
                 self._calls.publish(
                     slot=self._slot,
                     gen=self._gen,
                     seq=self._seq,
-                    added=added,
-                    removed=removed,
+                    change=HintChange(*self._batch),
                     record=self._record(),
                 )
             )

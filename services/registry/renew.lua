@@ -1,7 +1,7 @@
 -- Extend a lease with a new load; after a slot changed hands, scrub some buckets of void hints.
 -- KEYS w, wi, ver, wv, wn, sc   ARGV slot, gen, record, lease_ms, reclaim_ms, sweep_buckets,
--- num_buckets, now_ms ('' = the store's clock)
-local now = tonumber(ARGV[8])
+-- num_buckets, settle_ms, turn_ms, now_ms ('' = the store's clock)
+local now = tonumber(ARGV[10])
 if not now then
   local t = redis.call('TIME')
   now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
@@ -17,8 +17,25 @@ redis.call('HSET', KEYS[1], ARGV[1], rec:sub(1, 2) .. ARGV[3]:sub(3, 8)
   .. struct.pack('<d', now + tonumber(ARGV[4])) .. ARGV[3]:sub(17, 44)
   .. rec:sub(45, 52) .. ARGV[3]:sub(53))
 
+-- Work booked well before this report is in it: `q` counts it no longer (see route.lua).
+local q = redis.call('HGET', KEYS[1]:sub(1, -2) .. 'q', ARGV[1])
+if q and #q == 40 and q:sub(1, 2) == rec:sub(1, 2) then
+  local gen_, in_flight, epoch, pf, res, _, _, began, newest = struct.unpack('<HHIIIIIdd', q)
+  local settle_ms = tonumber(ARGV[8])
+  local is_all, is_old = now - newest >= settle_ms, now - began >= settle_ms
+  if is_all or is_old then
+    if is_all then pf, res = 0, 0 end
+    redis.call('HSET', KEYS[1]:sub(1, -2) .. 'q', ARGV[1], struct.pack('<HHIIIIIdd', gen_, in_flight,
+      epoch + (is_all and 2 or 1), 0, 0, pf, res, now, newest))
+  end
+end
+
 local sweep = tonumber(ARGV[6])
 if sweep == 0 then return {'OK'} end
+-- One worker at a time is the janitor: whoever renews first when the last turn is over.
+local turn_until = tonumber(redis.call('HGET', KEYS[6], 'turn') or 0)
+if turn_until > now then return {'OK'} end
+redis.call('HSET', KEYS[6], 'turn', now + tonumber(ARGV[9]))
 local buckets = tonumber(ARGV[7])
 local cursor = tonumber(redis.call('HGET', KEYS[6], 'cursor') or 0)
 local sweep_until = tonumber(redis.call('HGET', KEYS[6], 'until') or 0)

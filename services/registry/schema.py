@@ -6,8 +6,13 @@ One hash tag per base model, so that every key of a model lives in one cluster s
   isthmus:{ns}:wn   worker id -> slot
   isthmus:{ns}:wv   counter raised whenever `wi` changes
   isthmus:{ns}:ver  schema, block size, hint stride, hash scheme
-  isthmus:{ns}:sc   cursor and end of the sweep that follows when a slot changes hands
+  isthmus:{ns}:sc   cursor and end of the sweep that follows when a slot changes hands, and until
+                    when somebody has the janitor's turn
   isthmus:{ns}:b:N  first 8 bytes of a block hash -> n x (u16 slot, u16 slot_gen)
+  isthmus:{ns}:s:N  the same of prompts on their way to a worker, with an expiry in u32 seconds
+  isthmus:{ns}:q    slot -> 40 packed bytes: reserved work that no report shows yet
+  isthmus:{ns}:r:R  one reservation: slot, slot_gen, epoch, prefill tokens, resident tokens
+  isthmus:{ns}:rz   (slot, slot_gen, R) by expiry, for reservations that nobody releases
 """
 
 from __future__ import annotations
@@ -22,14 +27,16 @@ from services.kv.hashing import HASH_SCHEME
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.base import LoadReport, WorkerInfo
 
-SCHEMA = f"1;block={BLOCK_TOKENS};stride={HINT_STRIDE_BLOCKS};hash={HASH_SCHEME}"
+SCHEMA = f"2;block={BLOCK_TOKENS};stride={HINT_STRIDE_BLOCKS};hash={HASH_SCHEME}"
 NUM_BUCKETS = 8192
+SPEC_BUCKETS = 1024
 MAX_SLOTS = 1024  # the 14 low bits of a slot are its number, the 2 high ones a cache tier
 MAX_OWNERS = 256  # workers remembered per hash
 HASH_FIELD_BYTES = 8
 RECORD_BYTES = 64
 LEASE_MS = 2000
 RECLAIM_MS = 30_000  # an expired worker keeps its slot and its hints for this long
+TURN_MS = 100  # of the janitor: many workers sweep no faster than one in a hurry
 
 # gen, role, state, running, waiting, lease deadline, queued, resident, kv_free, kv_total,
 # rate, tbt_a, tbt_b, publish sequence, topology

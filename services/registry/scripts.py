@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,8 +11,14 @@ from importlib import resources
 
 from services.common.ids import BlockHash
 from services.registry import schema
+from services.registry.base import HintChange
+from services.registry.cost import Ask, Candidate, Pairs, Weights
+from services.registry.reservations import RESERVE_MS, SETTLE_MS
+from services.registry.speculation import GRACE_MS
 
 Arg = str | bytes | int
+_CANDIDATE = struct.Struct("<HHBxxxId")
+_PAIR = struct.Struct("<HHd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,15 @@ class Invocation:
     script: Script
     keys: tuple[str, ...]
     args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAsk:
+    """One request of a decision."""
+
+    ask: Ask
+    fields: bytes = b""  # 8 bytes a stride
+    rid: str = ""  # of the reservation to make; empty = only answer
 
 
 @cache
@@ -71,7 +87,7 @@ class ScriptCalls:
         """Extend the lease; sweep some buckets if hints became void. Answers OK | GONE."""
         return self._call(
             "renew", slot, gen, record, self.lease_ms, self.reclaim_ms, self.sweep_buckets,
-            schema.NUM_BUCKETS, now_ms=now_ms,
+            schema.NUM_BUCKETS, SETTLE_MS, schema.TURN_MS, now_ms=now_ms,
         )  # fmt: skip
 
     def leave(self, slot: int, gen: int) -> Invocation:
@@ -84,16 +100,16 @@ class ScriptCalls:
         slot: int,
         gen: int,
         seq: int,
-        added: Sequence[BlockHash],
-        removed: Sequence[BlockHash],
+        change: HintChange,
         record: bytes,
         now_ms: int | None = None,
     ) -> Invocation:
         """Change hints; `seq` must follow the last one. Answers OK | RESYNC | GONE."""
         return self._call(
-            "publish", slot, gen, seq, schema.pack_fields(added), schema.pack_fields(removed),
+            "publish", slot, gen, seq, schema.pack_fields(change.added),
+            schema.pack_fields(change.removed),
             record, self.lease_ms, self.reclaim_ms, schema.NUM_BUCKETS, schema.MAX_OWNERS,
-            now_ms=now_ms,
+            SETTLE_MS, schema.SPEC_BUCKETS, change.tier, now_ms=now_ms,
         )  # fmt: skip
 
     def lookup(
@@ -104,6 +120,51 @@ class ScriptCalls:
             "lookup", schema.pack_fields(strides), known_infos, schema.NUM_BUCKETS, now_ms=now_ms
         )
 
+    def route(
+        self,
+        weights: Weights,
+        candidates: Sequence[Candidate],
+        pairs: Pairs,
+        asks: Sequence[RouteAsk],
+        now_ms: int | None = None,
+    ) -> Invocation:
+        """Decide for some requests, the later ones knowing of the earlier. Answers one each."""
+        args: list[Arg] = [
+            "" if now_ms is None else now_ms, schema.NUM_BUCKETS, schema.SPEC_BUCKETS, RESERVE_MS,
+            GRACE_MS, pack_doubles(weights.numbers()),
+            b"".join(map(_pack_candidate, candidates)),
+            b"".join(_PAIR.pack(p, d, token_s) for (p, d), token_s in pairs.items()),
+        ]  # fmt: skip
+        for ask in asks:
+            args += (
+                ask.rid, ask.fields, pack_doubles(ask.ask.numbers()),
+                struct.pack(f"<{len(ask.ask.excluded)}H", *sorted(ask.ask.excluded)),
+            )  # fmt: skip
+        return Invocation(load_script("route"), self.keys.fixed(), tuple(args))
+
+    def release(self, ends: Sequence[tuple[str, bytes]]) -> Invocation:
+        """End reservations, each with the hash fields its worker turned out not to hold."""
+        flat = [value for end in ends for value in end]
+        return Invocation(
+            load_script("release"),
+            self.keys.fixed(),
+            (schema.NUM_BUCKETS, schema.SPEC_BUCKETS, *flat),
+        )
+
+    def hold(self, rids: Sequence[str], now_ms: int | None = None) -> Invocation:
+        """Extend reservations."""
+        clock: Arg = "" if now_ms is None else now_ms
+        return Invocation(load_script("hold"), self.keys.fixed(), (RESERVE_MS, clock, *rids))
+
     def _call(self, name: str, *args: Arg, now_ms: int | None) -> Invocation:
         clock: Arg = "" if now_ms is None else now_ms
         return Invocation(load_script(name), self.keys.fixed(), (*args, clock))
+
+
+def _pack_candidate(worker: Candidate) -> bytes:
+    return _CANDIDATE.pack(worker.slot, worker.gen, worker.is_prefill, worker.seed, worker.newness)
+
+
+def pack_doubles(numbers: Sequence[float]) -> bytes:
+    """Pack numbers as the scripts read them."""
+    return struct.pack(f"<{len(numbers)}d", *numbers)

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.ids import BlockHash, WorkerId
+from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.answers import JoinAnswer
-from services.registry.base import HintAnswer, LoadReport, WorkerInfo, WorkerRecord
+from services.registry.base import HintAnswer, HintChange, LoadReport, WorkerInfo, WorkerRecord
+from services.registry.cost import (
+    DECODE,
+    Candidate,
+    Pairs,
+    Row,
+    Verdict,
+    Weights,
+    decide,
+    prefill_tokens,
+    resident_tokens,
+)
+from services.registry.depth import depths
+from services.registry.reservations import Reservations
 from services.registry.schema import (
+    HASH_FIELD_BYTES,
     LEASE_MS,
     MAX_OWNERS,
     MAX_SLOTS,
     NUM_BUCKETS,
     RECLAIM_MS,
     SCHEMA,
+    TURN_MS,
     bucket_of,
     pack_fields,
     stride_hashes,
 )
+from services.registry.scripts import RouteAsk
+from services.registry.speculation import Speculation, expiry_s
 
 Owner = tuple[int, int]  # slot, slot_gen
+Tagged = tuple[int, int]  # slot with its tier in the two high bits, slot_gen
+_SLOT_MASK = 0x3FFF
+_TIER_SHIFT = 14
+_STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
 
 
 @dataclass(slots=True)
@@ -44,7 +66,10 @@ class RegistryTwin:
     info_version: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _names: dict[WorkerId, int] = field(default_factory=dict)
-    _hints: dict[bytes, list[Owner]] = field(default_factory=dict)
+    _hints: dict[bytes, list[Tagged]] = field(default_factory=dict)
+    reservations: Reservations = field(default_factory=Reservations)
+    speculation: Speculation[Owner] = field(default_factory=Speculation)
+    _turn_until: float = 0
     _cursor: int = 0
     _sweep_until: int = 0
 
@@ -90,7 +115,9 @@ class RegistryTwin:
         if held is None:
             return "GONE"
         held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
-        if self.sweep_buckets:
+        self.reservations.settle((slot, gen), now_ms)
+        if self.sweep_buckets and self._turn_until <= now_ms:
+            self._turn_until = now_ms + TURN_MS
             self._sweep(now_ms)
         return "OK"
 
@@ -106,8 +133,7 @@ class RegistryTwin:
         self,
         owner: Owner,
         seq: int,
-        added: Sequence[BlockHash],
-        removed: Sequence[BlockHash],
+        change: HintChange,
         *,
         load: LoadReport,
         now_ms: int,
@@ -123,22 +149,46 @@ class RegistryTwin:
         is_again = seq == held.seq
         held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
         held.seq = seq
+        self.reservations.settle(owner, now_ms)
         if is_again:
             return "OK"
-        valid = self._valid(now_ms)
-        for hashes, is_add in ((removed, False), (added, True)):
+        valid, mine = self._valid(now_ms), (slot | change.tier << _TIER_SHIFT, gen)
+        for hashes, is_add in ((change.removed, False), (change.added, True)):
             for field_name in _fields(hashes):
-                self._edit(field_name, (slot, gen), valid, is_add=is_add)
+                self.speculation.drop(field_name, owner)
+                self._edit(field_name, mine, valid, is_add=is_add)
         return "OK"
 
     def lookup(self, hashes: Sequence[BlockHash], now_ms: int) -> HintAnswer:
         """Return workers and hint depths for a prompt's whole hash chain."""
         valid = {(s, h.gen) for s, h in self._slots.items() if h.state}
-        owners = [
-            {slot & 0x3FFF for slot, gen in self._hints.get(f, ()) if (slot & 0x3FFF, gen) in valid}
-            for f in _fields(stride_hashes(hashes))
-        ]
-        return HintAnswer(self.snapshot(now_ms), depths(owners))
+        fields = _fields(stride_hashes(hashes))
+        found = depths(lambda i: dict.fromkeys(self._owners(fields[i - 1], valid), 1), len(fields))
+        depth = {slot: strides for (slot, _), strides in found[1].items()}
+        return HintAnswer(self.snapshot(now_ms), depth)
+
+    def route(
+        self,
+        weights: Weights,
+        candidates: Sequence[Candidate],
+        pairs: Pairs,
+        asks: Sequence[RouteAsk],
+        now_ms: int,
+    ) -> tuple[Verdict | None, ...]:
+        """Decide for some requests, reserve, and note what the chosen will hold."""
+        self.reservations.sweep(now_ms)
+        listed = [c for c in candidates if self._is_usable(c, now_ms)]
+        return tuple(self._route_one(weights, listed, pairs, ask, now_ms) for ask in asks)
+
+    def release(self, rid: str, lies: bytes = b"") -> None:
+        """End a reservation; withdraw hints its worker turned out not to hold."""
+        owner = self.reservations.release(rid)
+        if owner is None:
+            return
+        for name in _split(lies):
+            self.speculation.drop(name, owner)
+            kept = [o for o in self._hints.get(name, ()) if (o[0] & _SLOT_MASK, o[1]) != owner]
+            self._store(name, kept)
 
     def snapshot(self, now_ms: int) -> tuple[WorkerRecord, ...]:
         """Return all workers, expired ones included."""
@@ -153,12 +203,66 @@ class RegistryTwin:
         self._slots.clear()
         self._names.clear()
         self._hints.clear()
+        self.reservations.clear()
+        self.speculation.clear()
         self.version, self.info_version = None, 0
+        self._turn_until = 0
         self._cursor = self._sweep_until = 0
 
     def num_hints(self) -> int:
         """Return how many hashes have owners."""
         return len(self._hints)
+
+    def _is_usable(self, candidate: Candidate, now_ms: int) -> bool:
+        held = self._slots.get(candidate.slot)
+        return (
+            held is not None
+            and held.gen == candidate.gen
+            and held.state == "live"
+            and held.deadline_ms > now_ms
+        )
+
+    def _route_one(
+        self,
+        weights: Weights,
+        listed: Sequence[Candidate],
+        pairs: Pairs,
+        ask: RouteAsk,
+        now_ms: int,
+    ) -> Verdict | None:
+        fields = _split(ask.fields)
+        owners = {(c.slot, c.gen) for c in listed}
+        levels = depths(lambda i: self._owners(fields[i - 1], owners), len(fields))
+        confirmed = levels[3]
+        spec = self.speculation.strides(fields, owners, confirmed, now_ms)
+        rows = []
+        for candidate in listed:
+            owner = (candidate.slot, candidate.gen)
+            gpu, host, disk = (levels[level].get(owner, 0) for level in (3, 2, 1))
+            hint = _STRIDE_TOKENS * (gpu + 0.9 * (host - gpu) + 0.5 * (disk - host))
+            hit = max(hint, _STRIDE_TOKENS * spec.get(owner, 0))
+            load, booked = self._slots[candidate.slot].load, self.reservations.booked(owner)
+            rows.append(Row(candidate, load, booked, hit, hint))
+        verdict = decide(weights, ask.ask, rows, pairs)
+        if verdict is not None and ask.rid:
+            chosen = verdict.chosen
+            owner = (chosen.slot, self._slots[chosen.slot].gen)
+            self.reservations.reserve(
+                ask.rid, owner, prefill_tokens(chosen), resident_tokens(chosen, ask.ask), now_ms
+            )
+            if chosen.kind != DECODE:
+                until_s = expiry_s(now_ms, chosen.prefill_s)
+                self.speculation.note(fields, owner, confirmed.get(owner, 0), until_s, now_ms)
+        return verdict
+
+    def _owners(self, name: bytes, known: Collection[Owner]) -> dict[Owner, int]:
+        """Owners of a field, each with the level of its best tier."""
+        found: dict[Owner, int] = {}
+        for tagged, gen in self._hints.get(name, ()):
+            owner, level = (tagged & _SLOT_MASK, gen), 3 - (tagged >> _TIER_SHIFT)
+            if owner in known and level > found.get(owner, 0):
+                found[owner] = level
+        return found
 
     def _live(self, slot: int, gen: int, now_ms: int) -> _Slot | None:
         held = self._slots.get(slot)
@@ -193,45 +297,30 @@ class RegistryTwin:
         swept = {i % NUM_BUCKETS for i in range(self._cursor, stop)}
         self._cursor = stop
         for field_name in [f for f in self._hints if bucket_of(f) in swept]:
-            self._store(field_name, [o for o in self._hints[field_name] if o in valid])
+            kept = [o for o in self._hints[field_name] if (o[0] & _SLOT_MASK, o[1]) in valid]
+            self._store(field_name, kept)
 
-    def _edit(self, field_name: bytes, mine: Owner, valid: set[Owner], *, is_add: bool) -> None:
-        kept = [o for o in self._hints.get(field_name, ()) if o in valid and o[0] != mine[0]]
+    def _edit(self, field_name: bytes, mine: Tagged, valid: set[Owner], *, is_add: bool) -> None:
+        slot = mine[0] & _SLOT_MASK
+        kept = [
+            (tagged, gen)
+            for tagged, gen in self._hints.get(field_name, ())
+            if (tagged & _SLOT_MASK, gen) in valid and tagged & _SLOT_MASK != slot
+        ]
         if is_add and len(kept) < MAX_OWNERS:
             kept.append(mine)
         self._store(field_name, kept)
 
-    def _store(self, field_name: bytes, owners: list[Owner]) -> None:
+    def _store(self, field_name: bytes, owners: list[Tagged]) -> None:
         if owners:
             self._hints[field_name] = owners
         else:
             self._hints.pop(field_name, None)
 
 
-def depths(owners: Sequence[set[int]]) -> dict[int, int]:
-    """Return, per slot, how many leading strides it holds; looks only where owner sets differ."""
-    num = len(owners)
-    if num == 0:
-        return {}
-    depth = dict.fromkeys(owners[0], num)
-
-    def bisect(lo: int, hi: int, at_lo: set[int], at_hi: set[int]) -> None:
-        if len(at_lo) == len(at_hi):
-            return
-        if hi - lo == 1:
-            for slot in at_lo - at_hi:
-                depth[slot] = lo
-            return
-        mid = (lo + hi) // 2
-        at_mid = owners[mid - 1] & at_lo
-        bisect(lo, mid, at_lo, at_mid)
-        bisect(mid, hi, at_mid, at_hi & at_mid)
-
-    if num > 1:
-        bisect(1, num, owners[0], owners[-1] & owners[0])
-    return depth
-
-
 def _fields(hashes: Sequence[BlockHash]) -> list[bytes]:
-    packed = pack_fields(hashes)
-    return [packed[i : i + 8] for i in range(0, len(packed), 8)]
+    return _split(pack_fields(hashes))
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 
 import pytest
-import redis
 
-from services.common.ids import BlockHash, Incarnation, WorkerId
-from services.registry.answers import parse_join, parse_lookup, parse_status
-from services.registry.base import LoadReport, WorkerInfo
+from services.common.ids import BlockHash
+from services.registry.answers import parse_join, parse_lookup
+from services.registry.base import LoadReport
 from services.registry.embedded import EmbeddedStore
-from services.registry.schema import Keys, encode_info, pack_record, stride_hashes
-from services.registry.scripts import Invocation, ScriptCalls
-from services.registry.twin import RegistryTwin
+from services.registry.schema import encode_info, pack_record
+from tests.support.registry_pair import Both, both, make_info
 from tests.support.store import running_store, store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
@@ -30,116 +27,6 @@ def shared_store() -> Iterator[EmbeddedStore]:
     """One store for all seeds of a property test."""
     with running_store() as handle:
         yield handle
-
-
-def make_info(name: str, incarnation: int) -> WorkerInfo:
-    """Build a worker's facts."""
-    return WorkerInfo(
-        worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address="127.0.0.1:1",
-        role="decode", model="toy", kv_identity_fp="fp", identity_fields={"model": "toy"},
-        weights_digest="d", block_size=16, max_model_len=2048, started_unix_ms=1,
-    )  # fmt: skip
-
-
-class Both:
-    """Runs every action on the store and on the twin, and compares the answers."""
-
-    def __init__(self, client: redis.Redis, namespace: str) -> None:
-        self.client = client
-        self.calls = ScriptCalls(Keys(namespace), reclaim_ms=5000, sweep_buckets=4096)
-        self.twin = RegistryTwin(reclaim_ms=5000, sweep_buckets=4096)
-        self.now_ms = 1_000_000
-        self.held: dict[str, tuple[int, int, int]] = {}  # name -> slot, gen, seq
-
-    def run(self, call: Invocation) -> object:
-        """Run a script as the clients do."""
-        sha, args = call.script.sha, (*call.keys, *call.args)
-        try:
-            return self.client.evalsha(sha, len(call.keys), *args)
-        except redis.exceptions.NoScriptError:
-            self.client.script_load(call.script.text)
-            return self.client.evalsha(sha, len(call.keys), *args)
-
-    def join(self, name: str, incarnation: int, load: LoadReport, is_rejoin: bool) -> None:
-        """Join under a name that may be held by another incarnation."""
-        info = make_info(name, incarnation)
-        ours = self.twin.join(
-            info, "live", load, proposed_gen=7, is_rejoin=is_rejoin, now_ms=self.now_ms
-        )
-        theirs = parse_join(
-            self.run(
-                self.calls.join(
-                    worker_id=name,
-                    incarnation=incarnation,
-                    info=encode_info(info),
-                    record=pack_record("decode", "live", load),
-                    proposed_gen=7,
-                    is_rejoin=is_rejoin,
-                    now_ms=self.now_ms,
-                )
-            )
-        )
-        assert theirs == ours
-        if ours.outcome == "OK":
-            self.held[name] = (ours.slot, ours.gen, 0)
-
-    def renew(self, name: str, load: LoadReport, state: str) -> None:
-        """Renew with a load."""
-        slot, gen, _ = self.held[name]
-        record = pack_record("decode", state, load)
-        ours = self.twin.renew(slot, gen, state, load, self.now_ms)
-        assert parse_status(self.run(self.calls.renew(slot, gen, record, self.now_ms))) == ours
-
-    def leave(self, name: str) -> None:
-        """Leave."""
-        slot, gen, _ = self.held[name]
-        assert parse_status(self.run(self.calls.leave(slot, gen))) == self.twin.leave(slot, gen)
-
-    def publish(
-        self, name: str, added: list[BlockHash], removed: list[BlockHash], skip: int
-    ) -> None:
-        """Publish; `skip` 1 follows on, 0 repeats, 2 leaves a gap."""
-        slot, gen, seq = self.held[name]
-        load = LoadReport(queued_uncached_tokens=seq)
-        ours = self.twin.publish(
-            (slot, gen), seq + skip, added, removed, load=load, now_ms=self.now_ms
-        )
-        theirs = parse_status(
-            self.run(
-                self.calls.publish(
-                    slot=slot,
-                    gen=gen,
-                    seq=seq + skip,
-                    added=added,
-                    removed=removed,
-                    record=pack_record("decode", "live", load),
-                    now_ms=self.now_ms,
-                )
-            )
-        )
-        assert theirs == ours
-        if ours == "OK":
-            self.held[name] = (slot, gen, seq + skip)
-
-    def compare(self, chain: list[BlockHash]) -> None:
-        """Look up on both sides."""
-        raw = self.run(self.calls.lookup(stride_hashes(chain), "", self.now_ms))
-        theirs = parse_lookup(raw, len(stride_hashes(chain)), {}, "").hints
-        ours = self.twin.lookup(chain, self.now_ms)
-        assert theirs.records == ours.records
-        assert dict(theirs.depth) == dict(ours.depth)
-
-    def num_hints(self) -> int:
-        """Count the hashes the store has owners for."""
-        keys = self.client.keys(f"{self.calls.keys.prefix}b:*")
-        return sum(self.client.hlen(key) for key in keys)
-
-
-@contextmanager
-def both(url: str, namespace: str) -> Iterator[Both]:
-    """Open a client for one comparison."""
-    with closing(redis.Redis.from_url(url)) as client:
-        yield Both(client, namespace)
 
 
 def random_step(pair: Both, rng: random.Random) -> None:

@@ -1,0 +1,137 @@
+"""Work sent to workers that their load reports do not show yet, for all routers. Pure.
+
+What was booked well before a report is in it. Bookings are summed in two epochs, the newer of
+which is younger than SETTLE_MS or waits for the next report: no list, whatever the rate.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+from services.registry.cost import Booked
+
+RESERVE_MS = 60_000
+SETTLE_MS = 150  # a report so much younger than a booking includes it
+SWEEP_RESERVATIONS = 16  # expired ones ended by one decision
+
+Owner = tuple[int, int]  # slot, slot_gen
+
+
+@dataclass(slots=True)
+class _Account:
+    gen: int
+    began_ms: float
+    newest_ms: float
+    in_flight: int = 0
+    epoch: int = 0
+    prefill: int = 0
+    resident: int = 0
+    old_prefill: int = 0
+    old_resident: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    owner: Owner
+    epoch: int
+    prefill: int
+    resident: int
+    expiry_ms: float
+
+
+@dataclass(slots=True)
+class Reservations:
+    """Every open reservation of a namespace."""
+
+    _accounts: dict[int, _Account] = field(default_factory=dict)
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def booked(self, owner: Owner) -> Booked:
+        """Return what one life of a slot has coming."""
+        account = self._accounts.get(owner[0])
+        if account is None or account.gen != owner[1]:
+            return Booked()
+        return Booked(
+            account.in_flight,
+            account.prefill + account.old_prefill,
+            account.resident + account.old_resident,
+        )
+
+    def reserve(
+        self, rid: str, owner: Owner, prefill_tokens: int, resident_tokens: int, now_ms: float
+    ) -> None:
+        """Book work that is being sent."""
+        slot, gen = owner
+        account = self._accounts.get(slot)
+        if account is None or account.gen != gen:
+            account = self._accounts[slot] = _Account(gen, now_ms, now_ms)
+        account.in_flight = min(0xFFFF, account.in_flight + 1)
+        account.prefill = min(0xFFFFFFFF, account.prefill + prefill_tokens)
+        account.resident = min(0xFFFFFFFF, account.resident + resident_tokens)
+        account.newest_ms = now_ms
+        self._held[rid] = _Held(
+            owner, account.epoch, prefill_tokens, resident_tokens, now_ms + RESERVE_MS
+        )
+
+    def release(self, rid: str) -> Owner | None:
+        """End a reservation; return whose it was, None when it is not known."""
+        held = self._held.pop(rid, None)
+        if held is None:
+            return None
+        account = self._accounts.get(held.owner[0])
+        if account is None or account.gen != held.owner[1]:
+            return held.owner
+        account.in_flight = max(0, account.in_flight - 1)
+        if held.epoch == account.epoch:
+            account.prefill = max(0, account.prefill - held.prefill)
+            account.resident = max(0, account.resident - held.resident)
+        elif held.epoch == account.epoch - 1:
+            account.old_prefill = max(0, account.old_prefill - held.prefill)
+            account.old_resident = max(0, account.old_resident - held.resident)
+        return held.owner
+
+    def hold(self, rid: str, now_ms: float) -> None:
+        """Extend a reservation whose request still runs."""
+        held = self._held.get(rid)
+        if held is not None:
+            held.expiry_ms = now_ms + RESERVE_MS
+
+    def settle(self, owner: Owner, now_ms: float) -> None:
+        """A report of that moment came in: what was booked well before it is in it."""
+        account = self._accounts.get(owner[0])
+        if account is None or account.gen != owner[1]:
+            return
+        if now_ms - account.newest_ms >= SETTLE_MS:
+            account.epoch += 2
+            account.prefill = account.resident = 0
+            account.old_prefill = account.old_resident = 0
+        elif now_ms - account.began_ms >= SETTLE_MS:
+            account.epoch += 1
+            account.old_prefill, account.old_resident = account.prefill, account.resident
+            account.prefill = account.resident = 0
+        else:
+            return
+        account.began_ms = now_ms
+
+    def sweep(self, now_ms: float) -> None:
+        """End some reservations nobody released."""
+        due = [
+            (held.expiry_ms, struct.pack("<HH", *held.owner) + rid.encode(), rid)
+            for rid, held in self._held.items()
+            if held.expiry_ms <= now_ms
+        ]
+        for _, _, rid in sorted(due)[:SWEEP_RESERVATIONS]:
+            held = self._held.pop(rid)
+            account = self._accounts.get(held.owner[0])
+            if account is not None and account.gen == held.owner[1]:
+                account.in_flight = max(0, account.in_flight - 1)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._accounts.clear()
+        self._held.clear()
+
+    def __len__(self) -> int:
+        """Return the number of open reservations."""
+        return len(self._held)
