@@ -112,6 +112,18 @@ def handoff(
     return result.exit_code
 
 
+@app.command("registry")
+def registry(
+    hints: Annotated[int, typer.Option(min=1000, help="Hints published.")] = 200_000,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Decisions of each kind.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the hashes.")] = 0,
+) -> int:
+    """Memory of a hint, publishing, and a decision in the store beside PING."""
+    from services.bench.registry import run
+
+    return show_result(run(hints, rounds, seed))
+
+
 @app.command("attach")
 def attach(
     blocks: Blocks = "1,16,64,1024",

@@ -18,19 +18,20 @@ local BLOCK_TOKENS, STRIDE_TOKENS = 16, 64
 local MAX_ROWS, SHORTLIST, MAX_OPTIONS, SWEEP = 64, 8, 16, 16
 local MAX_SPEC_OWNERS, SPEC_BUCKET_FIELDS, SPEC_KEEP_MS = 8, 48, 300000
 local MAX_PREFILL_MS = 120000
-local EMPTY = struct.pack('<HHIIIIIdd', 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 -- Reservations: per slot `q` holds gen, in_flight, epoch, tokens of this epoch and of the one
 -- before (prefill, resident each), when the epoch began and when something was booked last.
 local function read_booked(packed, gen)
-  local b = {}
-  b.gen, b.in_flight, b.epoch, b.pf, b.res, b.old_pf, b.old_res, b.began, b.newest =
-    struct.unpack('<HHIIIIIdd', packed and #packed == 40 and packed or EMPTY)
-  if b.gen ~= gen then
-    b.gen, b.in_flight, b.epoch, b.pf, b.res, b.old_pf, b.old_res = gen, 0, 0, 0, 0, 0, 0
-    b.began, b.newest = now, now
+  local own, in_flight, epoch, pf, res, old_pf, old_res, began, newest
+  if packed and #packed == 40 then
+    own, in_flight, epoch, pf, res, old_pf, old_res, began, newest =
+      struct.unpack('<HHIIIIIdd', packed)
   end
-  return b
+  if own ~= gen then
+    in_flight, epoch, pf, res, old_pf, old_res, began, newest = 0, 0, 0, 0, 0, 0, now, now
+  end
+  return {gen = gen, in_flight = in_flight, epoch = epoch, pf = pf, res = res, old_pf = old_pf,
+    old_res = old_res, began = began, newest = newest}
 end
 local function write_booked(slot, b)
   redis.call('HSET', base .. 'q', slot, struct.pack('<HHIIIIIdd', b.gen, b.in_flight, b.epoch,
@@ -52,34 +53,29 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', base .. 'rz', '-inf', now, '
   end
 end
 
--- Candidates as they are now. One whose slot changed hands or whose lease ran out is none.
+-- Candidates as they are now. One whose slot changed hands or whose lease ran out is none. Tables
+-- are made with all their fields at once: growing them is most of what a decision would cost.
 local rows, by_slot = {}, {}
-do
-  local slots, listed = {}, {}
-  for at = 1, #ARGV[7] - 19, 20 do
-    local slot, gen, role, seed, newness = struct.unpack('<HHBxxxId', ARGV[7], at)
-    slots[#slots + 1] = slot
-    listed[#listed + 1] = {slot = slot, gen = gen, is_prefill = role == 1, seed = seed,
-      newness = newness}
-  end
-  if #slots > 0 then
-    local records = redis.call('HMGET', KEYS[1], unpack(slots))
-    local booked = redis.call('HMGET', base .. 'q', unpack(slots))
-    for i, row in ipairs(listed) do
-      local rec = records[i]
-      if rec and #rec == 64 and rec:byte(4) == 1 then
-        local gen, _, _, running, waiting, deadline, queued, resident, kv_free, kv_total, rate,
-          tbt_a, tbt_b = struct.unpack('<HBBHHdIIIIfff', rec)
-        if gen == row.gen and deadline > now then
-          local function sane(v) if v >= 0 and v < 1e12 then return v end return 0 end
-          row.running, row.waiting, row.queued_tokens, row.resident_tokens = running, waiting,
-            queued, resident
-          row.kv_free, row.kv_total = kv_free, kv_total
-          row.rate, row.tbt_a, row.tbt_b = sane(rate), sane(tbt_a), sane(tbt_b)
-          row.booked = read_booked(booked[i], gen)
-          rows[#rows + 1] = row
-          by_slot[row.slot] = row
-        end
+local function sane(v) return v >= 0 and v < 1e12 and v or 0 end
+if #ARGV[7] >= 20 then
+  local slots = {}
+  for at = 1, #ARGV[7] - 19, 20 do slots[#slots + 1] = (struct.unpack('<H', ARGV[7], at)) end
+  local records = redis.call('HMGET', KEYS[1], unpack(slots))
+  local booked = redis.call('HMGET', base .. 'q', unpack(slots))
+  for i, slot in ipairs(slots) do
+    local rec = records[i]
+    if rec and #rec == 64 and rec:byte(4) == 1 then
+      local _, wanted, role, seed, newness = struct.unpack('<HHBxxxId', ARGV[7], i * 20 - 19)
+      local gen, _, _, running, waiting, deadline, queued, resident, kv_free, kv_total, rate, tbt_a,
+        tbt_b = struct.unpack('<HBBHHdIIIIfff', rec)
+      if gen == wanted and deadline > now then
+        local row = {slot = slot, gen = gen, is_prefill = role == 1, seed = seed, newness = newness,
+          running = running, waiting = waiting, queued_tokens = queued, resident_tokens = resident,
+          kv_free = kv_free, kv_total = kv_total, rate = sane(rate), tbt_a = sane(tbt_a),
+          tbt_b = sane(tbt_b), booked = read_booked(booked[i], gen), hint = 0, hit = 0, queued = 0,
+          uncached = 0, use_rate = 0, prefill_s = 0, resident = 0, tbt_s = 0, fits = true}
+        rows[#rows + 1] = row
+        by_slot[slot] = row
       end
     end
   end
@@ -276,7 +272,7 @@ local function eligible(ask, excluded)
 end
 
 local function link_s(ask, p_slot, d)
-  local of_p = pairs_s[p_slot]
+  local of_p = p_slot and pairs_s[p_slot]
   local token_s = of_p and of_p[d.slot] or link_token_s
   if token_s < 0 then return nil end
   return token_s * (ask.tokens - math.min(d.hint, ask.tokens))
@@ -293,19 +289,25 @@ local function cheaper(x, y)
   if x.kind ~= y.kind then return x.kind < y.kind end
   return x.slot < y.slot
 end
-local function remote(ask, p, decode)
+local function is_less(fits, s, slot, best)
+  if fits ~= best.fits then return fits end
+  if s ~= best.cost_s then return s < best.cost_s end
+  return slot < best.slot
+end
+-- Where the KV of a prefill worker would best go.
+local function best_partner(ask, p_slot, decode)
   local best
   for _, d in ipairs(decode) do
-    local moving_s = link_s(ask, p.slot, d)
+    local moving_s = link_s(ask, p_slot, d)
     if moving_s then
       local decode_s = ask.decode * d.tbt_s
-      local this = {fits = d.fits, cost_s = moving_s + decode_s, kind = 0, slot = d.slot,
-        link_s = moving_s, decode_s = decode_s}
-      if not best or cheaper(this, best) then best = this end
+      if not best or is_less(d.fits, moving_s + decode_s, d.slot, best) then
+        best = {fits = d.fits, cost_s = moving_s + decode_s, slot = d.slot, link_s = moving_s,
+          decode_s = decode_s}
+      end
     end
   end
-  if not best then return nil end
-  return option(ask, REMOTE, p, fixed_s + best.link_s, best.decode_s, 0, best.fits, best.slot)
+  return best
 end
 local function may_bypass(ask, d, can_remote)
   if ask.force == LOCAL or not can_remote then return true end
@@ -323,11 +325,16 @@ local function all_options(ask, prefill, decode)
     end
     return options, false
   end
+  local usual = #prefill > 0 and best_partner(ask, nil, decode) -- of all without a pair of their own
   for _, p in ipairs(prefill) do
-    local o = remote(ask, p, decode)
-    if o then
+    local best = usual
+    if pairs_s[p.slot] then best = best_partner(ask, p.slot, decode) end
+    if best then
       can_remote = true
-      if ask.force == 0 or ask.force == REMOTE then options[#options + 1] = o end
+      if ask.force == 0 or ask.force == REMOTE then
+        options[#options + 1] = option(ask, REMOTE, p, fixed_s + best.link_s, best.decode_s, 0,
+          best.fits, best.slot)
+      end
     end
   end
   if ask.force == 0 or ask.force == LOCAL then
