@@ -121,7 +121,8 @@ def registry(
     """Memory of a hint, publishing, and a decision in the store beside PING."""
     from services.bench.registry import run
 
-    return show_result(run(hints, rounds, seed))
+    progress = Progress()
+    return show_result(run(hints, rounds, seed), progress)
 
 
 @app.command("attach")

@@ -58,7 +58,13 @@ class RouterSettings(Section):
     http_host: str = setting("127.0.0.1", "address the HTTP front door binds", public=True)
     http_port: int = setting(8000, "port of the HTTP front door; 0 = any free", ge=0, le=65_535)
     force_mode: Literal["", "REMOTE", "LOCAL", "STAY"] = setting(
-        "", "run every request in this mode; empty = by which pools have live workers"
+        "", "run every request in this mode; empty = by predicted cost"
+    )
+    bypass_tokens: int = setting(
+        512,
+        "uncached tokens a decode worker may compute itself where that costs less; 0 = none",
+        unit="tokens",
+        ge=0,
     )
     max_connection_age_s: int = setting(
         3_600, "age at which a client connection is asked to reconnect", unit="s", gt=0

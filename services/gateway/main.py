@@ -33,6 +33,7 @@ from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.dispatch import Router
 from services.router.hedge import HedgeConfig
 from services.router.hooks import MetricsHooks
+from services.router.policy import PolicyConfig
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.runtime.tls import cluster_identity, door_identity
@@ -101,6 +102,7 @@ class _RouterProcess:
                     tls=LinkTls(identity, config.tls.worker_name) if identity else None,
                     allow_plaintext=config.auth.allow_plaintext,
                 ),
+                policy=PolicyConfig(bypass_tokens=settings.bypass_tokens),
             ),
             manifest,
             text,

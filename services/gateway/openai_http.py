@@ -43,6 +43,7 @@ from services.gateway.wire_names import (
     PLANE,
     PREFILL_WORKER,
     READY_ROUTE,
+    ROUTE,
     TIMING,
     TOKENIZE_ROUTE,
     TRACEPARENT,
@@ -321,6 +322,7 @@ def _where_headers(end: RequestEnd) -> dict[str, str]:
     timing = end.timing
     named = {
         MODE.name: timing.mode,
+        ROUTE.name: "local" if timing.routed_locally else "",
         PLANE.name: timing.plane,
         PREFILL_WORKER.name: timing.prefill_worker,
         DECODE_WORKER.name: timing.decode_worker,

@@ -86,6 +86,9 @@ REQUEST_ID = WireName(
 )
 OPENAI_REQUEST_ID = WireName("x-request-id", "every answer", "The same id, where OpenAI has it.")
 MODE = WireName("x-isthmus-mode", "whole answers", "Mode the request ran in.")
+ROUTE = WireName(
+    "x-isthmus-route", "whole answers decided without the store", "`local`: by this router alone."
+)
 PLANE = WireName("x-isthmus-plane", "whole answers, after a handoff", "How its KV crossed.")
 PREFILL_WORKER = WireName("x-isthmus-prefill-worker", "whole answers", "Who read the prompt.")
 DECODE_WORKER = WireName("x-isthmus-decode-worker", "whole answers", "Who wrote the answer.")
@@ -115,7 +118,7 @@ RATE_HEADERS = (
 )  # fmt: skip
 RESPONSE_HEADERS = (
     *RATE_HEADERS,
-    REQUEST_ID, OPENAI_REQUEST_ID, MODE, PLANE, PREFILL_WORKER, DECODE_WORKER, RETRY_AFTER,
+    REQUEST_ID, OPENAI_REQUEST_ID, MODE, ROUTE, PLANE, PREFILL_WORKER, DECODE_WORKER, RETRY_AFTER,
     RETRY_AFTER_MS, SHOULD_RETRY, WWW_AUTHENTICATE, NO_BUFFERING,
 )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 
@@ -68,19 +67,3 @@ class HintAnswer:
 
     records: tuple[WorkerRecord, ...]
     depth: Mapping[int, int] = field(default_factory=dict)  # slot -> strides
-
-
-class RegistryReader(Protocol):
-    """The router's side (asyncio). Every call has a deadline and raises StoreUnavailable."""
-
-    async def snapshot(self) -> tuple[WorkerRecord, ...]:
-        """All workers whose entries exist, expired ones included."""
-        ...
-
-    async def lookup(self, hashes: Sequence[BlockHash]) -> HintAnswer:
-        """Workers and hint depths for a prompt's block hashes, in one round trip."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection."""
-        ...

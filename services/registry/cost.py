@@ -35,7 +35,7 @@ class Weights:
     handoff_s: float = 0.005  # of a handoff, whatever its size
     link_token_s: float = 0.0  # a token's KV over a link that is not in the pairs
     stall: float = 1.0  # price of a second of prefill for each request that decodes there
-    hold: float = 0.25  # share of its prefill that a worker loses while it decodes
+    hold: float = 1.0  # price of a second in which a prefill worker decodes
 
     def numbers(self) -> tuple[float, ...]:
         """Return the fields in the order the script reads them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import redis.asyncio
 import redis.exceptions
@@ -14,10 +15,41 @@ from redis.backoff import NoBackoff
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash
-from services.registry.answers import LookupAnswer, parse_lookup
+from services.registry.answers import LookupAnswer, parse_lookup, parse_route, parse_status
 from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
+from services.registry.cost import Candidate, Pairs, Verdict, Weights
 from services.registry.schema import Keys, stride_hashes
-from services.registry.scripts import Invocation, ScriptCalls
+from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
+
+
+class RegistryReader(Protocol):
+    """The router's side (asyncio). Every call has a deadline and raises StoreUnavailable."""
+
+    async def snapshot(self) -> tuple[WorkerRecord, ...]:
+        """All workers whose entries exist, expired ones included."""
+        ...
+
+    async def route(
+        self,
+        weights: Weights,
+        candidates: Sequence[Candidate],
+        pairs: Pairs,
+        asks: Sequence[RouteAsk],
+    ) -> tuple[Verdict | None, ...]:
+        """Decide and reserve for some requests, in one round trip."""
+        ...
+
+    async def release(self, ends: Sequence[tuple[str, bytes]]) -> None:
+        """End reservations, each with the hash fields its worker turned out not to hold."""
+        ...
+
+    async def hold(self, rids: Sequence[str]) -> None:
+        """Extend reservations."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +115,32 @@ class RedisRegistryReader:
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> HintAnswer:
         """Return workers and hint depths for a prompt's whole hash chain, in one round trip."""
+        answer = await self._lookup(stride_hashes(hashes), self._deadline.seconds)
+        return answer.hints
+
+    async def route(
+        self,
+        weights: Weights,
+        candidates: Sequence[Candidate],
+        pairs: Pairs,
+        asks: Sequence[RouteAsk],
+    ) -> tuple[Verdict | None, ...]:
+        """Decide and reserve for some requests, in one round trip."""
         started = self._clock.now()
         try:
-            answer = await self._lookup(stride_hashes(hashes), self._deadline.seconds)
+            call = self._calls.route(weights, candidates, pairs, asks)
+            raw = await self._call(call, self._deadline.seconds)
         finally:
             self._deadline.observe(self._clock.now() - started)
-        return answer.hints
+        return parse_route(raw, len(asks))
+
+    async def release(self, ends: Sequence[tuple[str, bytes]]) -> None:
+        """End reservations; no request waits for it."""
+        parse_status(await self._call(self._calls.release(ends), self._config.snapshot_timeout_s))
+
+    async def hold(self, rids: Sequence[str]) -> None:
+        """Extend reservations; no request waits for it."""
+        parse_status(await self._call(self._calls.hold(rids), self._config.snapshot_timeout_s))
 
     async def run(self, call: Invocation, timeout_s: float) -> object:
         """Run a script of another part of the router; raises StoreUnavailable."""

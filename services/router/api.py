@@ -96,6 +96,7 @@ class RequestTiming:
     migration_blocks: int = 0
     migration_blocks_attached: int = 0
     migration_plane: str = ""  # of the last one
+    routed_locally: bool = False  # the store had no part in the decision
 
 
 @dataclass(frozen=True, slots=True)

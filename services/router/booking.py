@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.common.ids import WorkerId
-from services.router.view import Booked
+from services.registry.cost import Booked
 
 SETTLE_S = 0.15  # a report this much younger than a booking includes it
 

@@ -7,19 +7,23 @@ routed without hints, and everything heals when it answers again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
-from services.common.ids import BlockHash, WorkerId
+from services.common.ids import WorkerId
 from services.common.model_manifest import ModelManifest
-from services.kv.layout import HINT_STRIDE_BLOCKS
-from services.registry.base import RegistryReader, WorkerRecord
+from services.kv.layout import BLOCK_TOKENS
+from services.registry.base import WorkerRecord
+from services.registry.reader import RegistryReader
 from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
+from services.router.api import RequestTiming
 from services.router.booking import Bookings
 from services.router.config import RouterConfig
 from services.router.hooks import RouterHooks
 from services.router.link import LinkEvents, WorkerLink
+from services.router.pair_book import PairBook
+from services.router.policy import REMOTE, Links
+from services.router.route_desk import RouteDesk
 from services.router.view import (
     ClusterView,
     LinkStatus,
@@ -60,9 +64,11 @@ class ClusterWatch:
         self._store_breaker = CircuitBreaker(_STORE_BREAKER)
         self._degraded = "the store has not answered yet"
         self._warned_at = float("-inf")
-        self._poller: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.bookings = Bookings()
+        self.pairs = PairBook()
+        self.desk = RouteDesk(config.policy, config.incarnation, reader, clock, self)
 
     # -- life --------------------------------------------------------------------------------
 
@@ -70,15 +76,19 @@ class ClusterWatch:
         """Read the store once, then keep polling; an absent store is no reason not to start."""
         self._events = events
         await self._poll_once()
-        self._poller = asyncio.create_task(self._poll(), name="registry-poll")
+        self._tasks = [
+            asyncio.create_task(self._poll(), name="registry-poll"),
+            asyncio.create_task(self.desk.keep(), name="registry-reservations"),
+        ]
 
     async def stop(self) -> None:
         """Stop polling and close every Link."""
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
+        await self.desk.close()
         await self._reader.close()
 
     # -- questions ---------------------------------------------------------------------------
@@ -107,26 +117,13 @@ class ClusterWatch:
             now,
         )
 
-    async def depths(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """Return hint depths per worker in one round trip; empty without a store to ask."""
-        now = self._clock.now()
-        # A prompt shorter than one stride has no hints to find.
-        if self._degraded or len(hashes) < HINT_STRIDE_BLOCKS:
-            return {}
-        if not self._store_breaker.acquire(now):
-            return {}
-        try:
-            answer = await self._reader.lookup(hashes)
-        except StoreUnavailable as error:
-            self._note_call("lookup", now, error)
-            return {}
-        self._note_call("lookup", now, None)
-        # Hints of another life of a worker carry its old slot_gen; the store leaves them out.
-        return {
-            record.info.worker_id: answer.depth[record.slot]
-            for record in answer.records
-            if record.slot in answer.depth
-        }
+    def links(self) -> Links:
+        """Return what is known of the ways between workers."""
+        return self.pairs.links(self._clock.now())
+
+    def may_ask_store(self) -> bool:
+        """Say whether the store may be asked now; half open, the first to ask is the probe."""
+        return not self._degraded and self._store_breaker.acquire(self._clock.now())
 
     # -- what dispatch learns ----------------------------------------------------------------
 
@@ -141,6 +138,19 @@ class ClusterWatch:
         breaker = self._breakers.get(worker_id)
         if breaker is not None:
             breaker.record(outcome, self._clock.now())
+
+    def note_handoff(self, timing: RequestTiming) -> None:
+        """Learn what a request shows of the link its KV crossed."""
+        if timing.mode != REMOTE or timing.migrations or not timing.decode_worker:
+            return
+        pair = (WorkerId(timing.prefill_worker), WorkerId(timing.decode_worker))
+        now = self._clock.now()
+        if timing.recomputed:
+            self.pairs.failed(pair, now)
+            return
+        moved = (timing.handoff_blocks - timing.handoff_blocks_deduped) * BLOCK_TOKENS
+        beyond_s = max(0.0, timing.handoff_us / 1e6 - self._config.policy.handoff_s)
+        self.pairs.exchanged(pair, moved, beyond_s, now)
 
     # -- polling -----------------------------------------------------------------------------
 
@@ -158,11 +168,11 @@ class ClusterWatch:
         try:
             records = await self._reader.snapshot()
         except StoreUnavailable as error:
-            self._note_call("snapshot", started, error)
+            self.note_store_call("snapshot", started, error)
             self._degraded = f"no answer from the store: {error}"
             self._drop_dead_links()
             return
-        self._note_call("snapshot", started, None)
+        self.note_store_call("snapshot", started, None)
         if self._degraded:
             log.info("router.store_answers")
         self._degraded = ""
@@ -180,6 +190,7 @@ class ClusterWatch:
             if link.info.address == record.info.address:
                 if record.info.incarnation != link.info.incarnation:
                     link.info = record.info  # a new life at the same address; the Link finds it
+                    self.pairs.forget(worker_id)
                 return
             self._close_link(worker_id)
         assert self._events is not None, "polling begins in start"
@@ -212,14 +223,16 @@ class ClusterWatch:
     def _close_link(self, worker_id: WorkerId) -> None:
         link = self._links.pop(worker_id)
         self._breakers.pop(worker_id, None)
+        self.pairs.forget(worker_id)
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _note_call(self, op: str, started: float, error: StoreUnavailable | None) -> None:
+    def note_store_call(self, op: str, started: float, error: StoreUnavailable | None) -> None:
+        """Learn what became of a call, which began at `started`."""
         now = self._clock.now()
         self._hooks.store_called(op, "error" if error else "ok", now - started)
-        if op == "lookup":
+        if op != "snapshot":
             outcome = Outcome.FAILURE if error else Outcome.SUCCESS
             self._store_breaker.record(outcome, now)
         if error is not None and now - self._warned_at > _WARN_EVERY_S:

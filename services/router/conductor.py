@@ -20,6 +20,7 @@ from services.router.api import GenerateCall, RequestEnd, RouterOutput
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
 from services.router.hedge import HedgeClock
+from services.router.hint_check import check_progress
 from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
 from services.router.link import LossCause, ResumePoint, WorkerLink
@@ -27,6 +28,7 @@ from services.router.open_request import OpenRequest
 from services.router.poison import OpenWork, Quarantine, blame, prompt_digest
 from services.router.recovery import Cure, RecoveryLimits, is_loss, plan_recovery
 from services.router.sending import Sender
+from services.router.view import WorkerView
 from services.router.wire import CONTINUE, PREFILL, known_code, read_tokens, stage_times
 from services.telemetry.logs import get_logger
 
@@ -71,6 +73,7 @@ class Conductor:
         self._look_timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._reserving: set[asyncio.Task[None]] = set()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -151,6 +154,10 @@ class Conductor:
             self._sender.cancel(progress, leg, reason)
         for leg in progress.legs:
             self._sender.close(leg)
+        check = check_progress(progress)
+        if check is not None:
+            self._hooks.hint_checked(check.error_tokens)
+        self._cluster.desk.ended(progress.number, check.lies if check is not None else ())
         request.stop_timers()
         del self._open[progress.number]
         if not self._open:
@@ -304,8 +311,31 @@ class Conductor:
         if not leg.was_heard:
             self._first_heard(request, leg)
         leg.ticket = message.ticket
+        prefill = self._cluster.view().find(leg.worker_id)
+        if prefill is None or not self._cluster.may_ask_store():
+            self._pass_on(request, leg, None)
+            return
+        task = asyncio.create_task(self._reserve_decode(request, leg, prefill))
+        self._reserving.add(task)
+        task.add_done_callback(self._reserving.discard)
+
+    async def _reserve_decode(self, request: OpenRequest, leg: Leg, prefill: WorkerView) -> None:
+        """Let the store choose who takes over: it knows what all replicas have sent meanwhile."""
+        progress, attempt = request.progress, request.progress.attempt
+        avoided = frozenset(progress.failed | progress.lost_at)
+        reserved = await self._cluster.desk.take_over(
+            progress.facts, prefill, progress.number, avoided
+        )
+        if request.is_settled or leg.has_failed or attempt != progress.attempt:
+            if request.is_settled:
+                self._cluster.desk.ended(progress.number)
+            return  # it ended, or was begun anew, meanwhile
+        self._guard(request, partial(self._pass_on, leg=leg, reserved=reserved))
+
+    def _pass_on(self, request: OpenRequest, leg: Leg, reserved: WorkerId | None) -> None:
         progress = request.progress
-        if not self._sender.pass_on(progress, leg) and not self._sender.stay(progress, leg):
+        is_passed_on = self._sender.pass_on(progress, leg, reserved)
+        if not is_passed_on and not self._sender.stay(progress, leg):
             self._replace(request)
 
     def _migrate(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
@@ -420,6 +450,9 @@ class Conductor:
             self._cluster.record(leg.worker_id, outcome_of(code))
         if leg.kind == CONTINUE and not leg.has_tokens:
             self._hooks.handoff_failed(code)
+            if code == "handoff_failed" and leg.source is not None:
+                pair = (leg.source.worker_id, leg.worker_id)
+                self._cluster.pairs.failed(pair, self._clock.now())
         plan = plan_recovery(progress, leg, code, self._limits)
         if plan.cure is Cure.LEAVE:
             leg.has_failed = plan.reason != "decode_goes_on"  # that part of it was done

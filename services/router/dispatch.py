@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
-from services.registry.base import RegistryReader
+from services.registry.reader import RegistryReader
 from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOutput, ServedModel
 from services.router.cluster_watch import ClusterWatch
 from services.router.conductor import Conductor
 from services.router.config import RouterConfig
+from services.router.hint_check import check_progress
 from services.router.hooks import RequestSummary, RouterHooks
 from services.router.legs import Progress
 from services.router.open_request import OpenRequest
@@ -172,6 +174,7 @@ class Router:
             n=call.sampling.n,
             prefix_root=hashes[0] if hashes else b"",
             force_mode=call.force_mode or self._config.force_mode,
+            max_tbt_s=call.slo_tpot_ms / 1000,
         )
         self._last_number += 1
         progress = Progress(
@@ -190,24 +193,33 @@ class Router:
 
     async def _route(self, request: OpenRequest) -> None:
         """Look up, decide and send the first work item."""
-        progress = request.progress
+        progress, desk = request.progress, self._cluster.desk
         progress.route_began = self._clock.now()
-        progress.depth = await self._cluster.depths(progress.hashes)
-        if not request.is_settled:  # else its deadline passed, or the router stops
-            self._conductor.begin(request)
+        route = await desk.route(progress.facts, progress.hashes, progress.number)
+        if request.is_settled:
+            desk.ended(progress.number)
+            return  # its deadline passed, or the router stops
+        progress.decided = route.decision if route is not None else None
+        progress.depth = route.depth if route is not None else desk.local_depth(progress.hashes)
+        self._conductor.begin(request)
+        if progress.legs:
+            desk.sent(progress.hashes, progress.legs[0].worker_id)
 
     def _final(self, progress: Progress) -> RequestEnd:
         """Fill in the figures of a request at the moment its last frame is written."""
-        decision = progress.decision
-        if decision is not None and not progress.num_retries and not progress.num_losses:
-            expected = decision.terms[0].hit_tokens
-            if expected > progress.cached_tokens:
-                self._note_missed_hint(progress, expected)
+        decision, check = progress.decision, check_progress(progress)
+        if check is not None and check.error_tokens > 0:
+            self._note_missed_hint(progress, progress.cached_tokens + check.error_tokens)
+        timing = replace(
+            progress.timing(self._clock.now()),
+            routed_locally=decision is not None and decision.is_local,
+        )
+        self._cluster.note_handoff(timing)
         return RequestEnd(
             prompt_tokens=progress.facts.num_tokens,
             cached_tokens=progress.cached_tokens,
             completion_tokens=progress.logical.completion_tokens,
-            timing=progress.timing(self._clock.now()),
+            timing=timing,
         )
 
     def _note_missed_hint(self, progress: Progress, expected: int) -> None:

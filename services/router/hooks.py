@@ -55,6 +55,9 @@ class RouterHooks:
     def store_called(self, op: str, outcome: str, seconds: float) -> None:
         """The store answered, or did not."""
 
+    def hint_checked(self, error_tokens: int) -> None:
+        """A worker had so many tokens fewer cached than it was chosen for (more: below zero)."""
+
     def link_cut(self, worker_id: WorkerId, reason: str) -> None:
         """A Link broke."""
 
@@ -111,6 +114,11 @@ class MetricsHooks(RouterHooks):
         """Count and time the call."""
         self._metrics.add(catalog.STORE_CALLS, 1, op=op, outcome=outcome)
         self._metrics.observe(catalog.STORE_CALL_TIME, seconds)
+
+    def hint_checked(self, error_tokens: int) -> None:
+        """Note the size of the error."""
+        sign = "missing" if error_tokens > 0 else "extra"
+        self._metrics.observe(catalog.HINT_ERROR, float(abs(error_tokens)), sign=sign)
 
     def link_cut(self, worker_id: WorkerId, reason: str) -> None:
         """Count the cut by kind; the text of a reason is no label."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
-from services.registry.base import HINT_STRIDE_BLOCKS
+from services.kv.layout import HINT_STRIDE_BLOCKS
 from services.router.api import GenerateCall, RequestTiming
 from services.router.booking import Booking
 from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
@@ -85,6 +85,7 @@ class Progress:
     marks: Marks
     depth: Mapping[WorkerId, int] = field(default_factory=dict)
     decision: Decision | None = None
+    decided: Decision | None = None  # by the store, and not acted upon yet
     route_began: float = 0.0
     mode: str = ""
     reason: str = ""  # why that mode

@@ -1,25 +1,31 @@
-"""Which mode and which workers. Pure: a request, a view and hints in, a decision with terms out.
+"""Which mode and which workers. Pure: a request, a view and hits in, a decision with terms out.
 
-Costs are seconds. A prefill worker costs the tokens it has to compute before this request's
-first token, divided by its rate; a decode worker costs the gap between tokens it would have.
+The prices are those of `services.registry.cost`, which the store's script computes too: here the
+router's words become its numbers and its answer becomes a worker again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
+from services.registry import cost
+from services.registry.base import LoadReport
 from services.router.view import ClusterView, WorkerView, pair_mismatch
 
 REMOTE, LOCAL, STAY = "REMOTE", "LOCAL", "STAY"
 MODES = (REMOTE, LOCAL, STAY)
 STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
 RETRY_AFTER_MS = 1000
+_KINDS = {REMOTE: cost.REMOTE, LOCAL: cost.LOCAL, STAY: cost.STAY}
+_MODE_NAMES = {kind: mode for mode, kind in _KINDS.items()} | {cost.DECODE: REMOTE}
+
+Pair = tuple[WorkerId, WorkerId]  # prefill, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,10 @@ class PolicyConfig:
     tie_s: float = 0.002  # costs this close, or within tie_ratio, are equal
     tie_ratio: float = 0.1
     slow_start_s: float = 5.0  # a new worker looks as loaded as its peers, less and less so
+    handoff_s: float = 0.005  # of a handoff, whatever its size
+    stall: float = 1.0  # price of a second of prefill for each request that decodes there
+    hold: float = 1.0  # price of a second in which a prefill worker decodes
+    bypass_tokens: int = 512  # so few uncached tokens may skip the prefill pool; 0 = never
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +55,66 @@ class RequestFacts:
     n: int = 1
     prefix_root: bytes = b""  # hash of the first block: equal prefixes prefer equal workers
     force_mode: str | None = None
+    max_tbt_s: float = 0.0  # what the client calls a good gap between tokens; 0 = it did not say
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What is known of the ways between workers."""
+
+    token_s: float = 0.0  # seconds to move one token's KV, where the pair has not shown its own
+    pairs: Mapping[Pair, float] = field(default_factory=dict)  # the same by pair
+    broken: frozenset[Pair] = frozenset()  # failed to exchange KV lately
+
+
+NO_LINKS = Links()
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one candidate would cost, and why."""
+    """What one way to run the request would cost, and why."""
 
     worker_id: WorkerId
+    mode: str
     cost_s: float
-    queued_tokens: int = 0
-    uncached_tokens: int = 0
-    hit_tokens: int = 0
-    resident_tokens: int = 0
-    fits: bool = True
+    prefill_s: float  # queue and own work
+    handoff_s: float
+    decode_s: float
+    extra_s: float  # what others lose by it
+    queued_tokens: int
+    uncached_tokens: int
+    hit_tokens: int
+    hint_tokens: int  # of them, what the worker itself has said it holds
+    resident_tokens: int
+    fits: bool
+    partner: WorkerId | None = None  # decode worker it was priced with
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Mode, first worker, and the terms of every candidate, best first."""
+    """Mode, first worker, and the terms of what was possible, the chosen first."""
 
     mode: str
     worker: WorkerView
     reason: str
     terms: tuple[Terms, ...]
+    is_local: bool = True  # decided by this router alone
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Who may be chosen at one moment, in the numbers of the cost model."""
+
+    workers: Mapping[int, WorkerView]  # by slot, or by place where there is no store
+    places: Mapping[WorkerId, int]  # of these, and of sources that are no candidates
+    candidates: tuple[cost.Candidate, ...]
+    pairs: Mapping[tuple[int, int], float]
+    weights: cost.Weights
+    refusal: str | None  # why a pair may not exchange KV, if some pair may not
+
+    def slots_of(self, worker_ids: frozenset[WorkerId]) -> frozenset[int]:
+        """Return the slots of these workers."""
+        return frozenset(self.places[w] for w in worker_ids if w in self.places)
 
 
 def choose(
@@ -76,27 +123,19 @@ def choose(
     depth: Mapping[WorkerId, int],
     config: PolicyConfig,
     exclude: frozenset[WorkerId] = frozenset(),
+    links: Links = NO_LINKS,
 ) -> Decision:
-    """Choose mode and first worker.
+    """Choose mode and first worker without asking the store.
 
     Raises:
         RequestError: no_workers, when no mode (or not the forced one) is possible.
     """
-    prefill = _without(view.usable("prefill"), exclude)
-    decode = _without(view.usable("decode"), exclude)
-    mode, reason = _choose_mode(facts, view, prefill, decode)
-    if mode == LOCAL:
-        chosen, terms = _cheapest(
-            [_decode_terms(facts, w, decode, config) for w in decode], decode, facts, config
-        )
-        return Decision(mode, chosen, reason, terms)
-    if mode == REMOTE:
-        prefill = tuple(
-            p for p in prefill if any(pair_mismatch(p.info, d.info) is None for d in decode)
-        )
-    candidates = [_prefill_terms(facts, w, prefill, depth, view.at, config) for w in prefill]
-    chosen, terms = _cheapest(candidates, prefill, facts, config)
-    return Decision(mode, chosen, reason, terms)
+    arena = lay_out(view, config, links)
+    ask = ask_for(facts, config, arena, exclude)
+    verdict = cost.decide(arena.weights, ask, _rows(arena, depth), arena.pairs)
+    if verdict is None:
+        raise _no_workers(facts, view, arena)
+    return decision_of(verdict, arena, facts)
 
 
 def choose_decode(
@@ -105,18 +144,110 @@ def choose_decode(
     view: ClusterView,
     config: PolicyConfig,
     exclude: frozenset[WorkerId] = frozenset(),
+    links: Links = NO_LINKS,
 ) -> Decision | None:
-    """Choose who takes over from `prefill`, with the newest loads; None when nobody can."""
-    decode = tuple(
-        w
-        for w in _without(view.usable("decode"), exclude)
-        if pair_mismatch(prefill.info, w.info) is None
+    """Choose who takes over from `prefill` without asking the store; None when nobody can."""
+    arena = lay_out(view, config, links, sources=(prefill,))
+    ask = ask_to_take_over(facts, prefill, config, arena, exclude)
+    verdict = cost.decide(arena.weights, ask, _rows(arena, {}), arena.pairs)
+    return None if verdict is None else decision_of(verdict, arena, facts)
+
+
+def any_pair(view: ClusterView, links: Links, exclude: frozenset[WorkerId]) -> bool:
+    """Say whether some pair of live workers may exchange KV."""
+    return any(
+        pair_mismatch(p.info, d.info) is None and (p.worker_id, d.worker_id) not in links.broken
+        for p in view.usable("prefill")
+        for d in view.usable("decode")
+        if p.worker_id not in exclude and d.worker_id not in exclude
     )
-    if not decode:
-        return None
-    terms = [_decode_terms(facts, w, decode, config) for w in decode]
-    chosen, ordered = _cheapest(terms, decode, facts, config, spread=True)
-    return Decision(REMOTE, chosen, "least_gap", ordered)
+
+
+def lay_out(
+    view: ClusterView,
+    config: PolicyConfig,
+    links: Links,
+    *,
+    sources: Sequence[WorkerView] = (),
+    by_slot: bool = False,
+) -> Field:
+    """Put the live workers and the ways between them into numbers.
+
+    Args:
+        sources: workers whose KV is to be taken over; they need not be live.
+        by_slot: number workers by their slots, leaving out those that have none.
+    """
+    live = [w for role in ("prefill", "decode") for w in view.usable(role)]
+    slotted = {w.slot: w for w in live if w.slot is not None}
+    workers = slotted if by_slot else dict(enumerate(live))
+    candidates = tuple(
+        cost.Candidate(
+            slot,
+            worker.slot_gen & 0xFFFF,
+            worker.role == "prefill",
+            worker_seed(worker.worker_id),
+            _newness(worker, view.at, config),
+        )
+        for slot, worker in workers.items()
+    )
+    places = {w.worker_id: slot for slot, w in workers.items()}
+    # No slot has so high a number, so one that is no candidate can be told from all that are.
+    absent = [w for w in {s.worker_id: s for s in sources}.values() if w.worker_id not in places]
+    places.update((w.worker_id, 0xFFFF - i) for i, w in enumerate(absent))
+    senders = [w for w in workers.values() if w.role == "prefill"]
+    senders += [w for w in sources if w.role != "prefill" or w in absent]
+    receivers = [w for w in workers.values() if w.role == "decode"]
+    pairs, refusal = _pairs(senders, receivers, places, links)
+    return Field(workers, places, candidates, pairs, _weights(live, config, links), refusal)
+
+
+def ask_for(
+    facts: RequestFacts, config: PolicyConfig, arena: Field, exclude: frozenset[WorkerId]
+) -> cost.Ask:
+    """Put a new request into numbers."""
+    return cost.Ask(
+        num_tokens=facts.num_tokens,
+        decode_tokens=_decode_tokens(facts, config),
+        need_tokens=expected_tokens(facts, config),
+        bypass_tokens=config.bypass_tokens,
+        max_tbt_s=facts.max_tbt_s,
+        root=_root32(facts.prefix_root or facts.request_id.encode()),
+        force=_KINDS[facts.force_mode] if facts.force_mode else 0,
+        excluded=arena.slots_of(exclude),
+    )
+
+
+def ask_to_take_over(
+    facts: RequestFacts,
+    source: WorkerView,
+    config: PolicyConfig,
+    arena: Field,
+    exclude: frozenset[WorkerId],
+) -> cost.Ask:
+    """Put a request that looks for its decode worker into numbers."""
+    return cost.Ask(
+        num_tokens=facts.num_tokens,
+        decode_tokens=_decode_tokens(facts, config),
+        need_tokens=expected_tokens(facts, config),
+        root=_root32(facts.request_id.encode()),  # equal ones spread, whatever their prefix
+        force=cost.DECODE,
+        source=arena.places[source.worker_id],
+        excluded=arena.slots_of(exclude),
+    )
+
+
+def decision_of(
+    verdict: cost.Verdict, arena: Field, facts: RequestFacts, *, is_local: bool = True
+) -> Decision:
+    """Put a verdict into words."""
+    chosen = verdict.chosen
+    return Decision(
+        _MODE_NAMES[chosen.kind],
+        arena.workers[chosen.slot],
+        _reason(verdict, arena, facts),
+        tuple(_terms(option, arena) for option in verdict.options if option.slot in arena.workers),
+        is_local,
+    )
 
 
 def expected_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
@@ -124,145 +255,117 @@ def expected_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
     return facts.num_tokens + min(facts.max_tokens, config.expected_output_tokens) * facts.n
 
 
-def rendezvous(root: bytes, worker_id: WorkerId) -> int:
-    """Rank a worker for a prefix: all replicas agree without talking to one another."""
-    named = len(root).to_bytes(4, "little") + root + worker_id.encode()
-    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little")
+def worker_seed(worker_id: WorkerId) -> int:
+    """Return 32 bits of a worker's name: all replicas agree without talking to one another."""
+    return _root32(worker_id.encode())
 
 
-def _choose_mode(
-    facts: RequestFacts,
-    view: ClusterView,
-    prefill: Sequence[WorkerView],
-    decode: Sequence[WorkerView],
-) -> tuple[str, str]:
-    refused = _pair_refusal(prefill, decode)
-    possible = {
-        REMOTE: bool(prefill and decode) and refused is None,
-        LOCAL: bool(decode),
-        STAY: bool(prefill),
-    }
-    if facts.force_mode is not None:
-        if possible[facts.force_mode]:
-            return facts.force_mode, "forced"
-        why = refused or view.why_unusable() or "no worker of the needed role is registered"
-        raise _no_workers(f"mode {facts.force_mode} is not possible now: {why}")
-    if possible[REMOTE]:
-        return REMOTE, "both_pools_live"
-    if possible[LOCAL]:
-        return LOCAL, "pair_refused" if refused else "no_prefill_worker"
-    if possible[STAY]:
-        return STAY, "no_decode_worker"
-    raise _no_workers(
-        "no worker can take the request: " + (view.why_unusable() or "none is registered")
-    )
+def _root32(name: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
-def _pair_refusal(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> str | None:
-    """Say why no pair may exchange KV; None when one may or a pool is empty."""
-    reason = None
-    for p in prefill:
-        for d in decode:
-            reason = pair_mismatch(p.info, d.info)
-            if reason is None:
-                return None
-    return reason
+def _decode_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
+    """Tokens expected after the first, which prefill makes."""
+    return max(0, min(facts.max_tokens - 1, config.expected_output_tokens))
 
 
-def _prefill_terms(
-    facts: RequestFacts,
-    worker: WorkerView,
-    peers: Sequence[WorkerView],
-    depth: Mapping[WorkerId, int],
-    now: float,
-    config: PolicyConfig,
-) -> Terms:
-    # The last token is always computed, however much of the prompt is cached.
-    hit = min(depth.get(worker.worker_id, 0) * STRIDE_TOKENS, facts.num_tokens - 1)
-    uncached = facts.num_tokens - hit
-    queued = _queued(worker) + _slow_start(worker, peers, now, config)
-    work = queued + uncached * (1 + config.displacement * _fullness(worker))
-    rates = [w.load.rate_tok_s for w in peers if w.load.rate_tok_s > 0]
-    rate = worker.load.rate_tok_s or (median(rates) if rates else config.default_rate_tok_s)
-    return Terms(worker.worker_id, work / rate, round(queued), uncached, hit)
+def _rows(arena: Field, depth: Mapping[WorkerId, int]) -> list[cost.Row]:
+    rows = []
+    for candidate in arena.candidates:
+        worker = arena.workers[candidate.slot]
+        hit = float(depth.get(worker.worker_id, 0) * STRIDE_TOKENS)
+        rows.append(cost.Row(candidate, worker.load, worker.booked, hit, hit))
+    return rows
 
 
-def _decode_terms(
-    facts: RequestFacts, worker: WorkerView, peers: Sequence[WorkerView], config: PolicyConfig
-) -> Terms:
-    resident = worker.load.resident_tokens + worker.booked.resident_tokens
-    need = expected_tokens(facts, config)
-    base, slope = _gap_model(worker, peers, config)
-    # Requests in flight order workers whose gap does not depend on resident tokens (yet).
-    waiting = worker.load.waiting + worker.booked.in_flight
-    cost_us = base * (1 + 0.05 * waiting) + slope * (resident + need)
-    fits = worker.load.kv_total == 0 or worker.load.kv_free * BLOCK_TOKENS >= need
-    return Terms(worker.worker_id, cost_us / 1e6, resident_tokens=resident, fits=fits)
-
-
-def _gap_model(
-    worker: WorkerView, peers: Sequence[WorkerView], config: PolicyConfig
-) -> tuple[float, float]:
-    """Microseconds of a step: a constant and a part per resident token; peers' where unknown."""
-    if worker.load.tbt_a_us > 0:
-        return worker.load.tbt_a_us, worker.load.tbt_b_us
-    known = [w.load for w in peers if w.load.tbt_a_us > 0]
-    if not known:
-        return config.default_tbt_us, 1.0
-    return median(k.tbt_a_us for k in known), median(k.tbt_b_us for k in known)
-
-
-def _cheapest(
-    terms: Sequence[Terms],
-    workers: Sequence[WorkerView],
-    facts: RequestFacts,
-    config: PolicyConfig,
-    *,
-    spread: bool = False,
-) -> tuple[WorkerView, tuple[Terms, ...]]:
-    """Return the cheapest worker; among near-equals the least busy, then the rendezvous rank."""
-    by_id = {w.worker_id: w for w in workers}
-    pool = [t for t in terms if t.fits] or list(terms)
-    best = min(t.cost_s for t in pool)
-    limit = max(best + config.tie_s, best * (1 + config.tie_ratio))
-    root = facts.request_id.encode() if spread or not facts.prefix_root else facts.prefix_root
-    ties = [t for t in pool if t.cost_s <= limit]
-    chosen = min(
-        ties,
-        key=lambda t: (
-            by_id[t.worker_id].booked.in_flight,
-            -t.hit_tokens,
-            -rendezvous(root, t.worker_id),
-        ),
-    )
-    rest = sorted((t for t in terms if t is not chosen), key=lambda t: t.cost_s)
-    return by_id[chosen.worker_id], (chosen, *rest)
-
-
-def _queued(worker: WorkerView) -> int:
-    return worker.load.queued_uncached_tokens + worker.booked.prefill_tokens
-
-
-def _slow_start(
-    worker: WorkerView, peers: Sequence[WorkerView], now: float, config: PolicyConfig
-) -> float:
-    """Tokens to add so that an empty newcomer does not draw every request at once."""
-    others = [_queued(w) for w in peers if w.worker_id != worker.worker_id]
-    if not others or worker.up_since is None or config.slow_start_s <= 0:
+def _newness(worker: WorkerView, now: float, config: PolicyConfig) -> float:
+    if worker.up_since is None or config.slow_start_s <= 0:
         return 0.0
-    left = 1 - (now - worker.up_since) / config.slow_start_s
-    missing = sum(others) / len(others) - _queued(worker)
-    return max(0.0, left) * max(0.0, missing)
+    return min(1.0, max(0.0, 1 - (now - worker.up_since) / config.slow_start_s))
 
 
-def _fullness(worker: WorkerView) -> float:
-    total = worker.load.kv_total
-    return 1 - min(worker.load.kv_free, total) / total if total else 0.0
+def _pairs(
+    senders: Sequence[WorkerView],
+    receivers: Sequence[WorkerView],
+    places: Mapping[WorkerId, int],
+    links: Links,
+) -> tuple[dict[tuple[int, int], float], str | None]:
+    """Price the pairs that differ from the usual; say why if one is refused."""
+    pairs: dict[tuple[int, int], float] = {}
+    refusal = None
+    for p in senders:
+        for d in receivers:
+            pair = (p.worker_id, d.worker_id)
+            place = (places[p.worker_id], places[d.worker_id])
+            reason = pair_mismatch(p.info, d.info)
+            if reason is None and pair in links.broken:
+                reason = f"{p.worker_id} and {d.worker_id} failed to exchange KV lately"
+            if reason is not None:
+                pairs[place], refusal = cost.FORBIDDEN, reason
+            elif pair in links.pairs:
+                pairs[place] = links.pairs[pair]
+    return pairs, refusal
 
 
-def _without(workers: Sequence[WorkerView], exclude: frozenset[WorkerId]) -> tuple[WorkerView, ...]:
-    return tuple(w for w in workers if w.worker_id not in exclude)
+def _weights(live: Sequence[WorkerView], config: PolicyConfig, links: Links) -> cost.Weights:
+    """Price workers that have not measured themselves as their peers."""
+    loads: list[LoadReport] = [w.load for w in live]
+    rates = [load.rate_tok_s for load in loads if load.rate_tok_s > 0]
+    gaps = [load for load in loads if load.tbt_a_us > 0]
+    return cost.Weights(
+        displacement=config.displacement,
+        tie_s=config.tie_s,
+        tie_ratio=config.tie_ratio,
+        rate_tok_s=median(rates) if rates else config.default_rate_tok_s,
+        tbt_a_us=median(g.tbt_a_us for g in gaps) if gaps else config.default_tbt_us,
+        tbt_b_us=median(g.tbt_b_us for g in gaps) if gaps else 1.0,
+        handoff_s=config.handoff_s,
+        link_token_s=links.token_s,
+        stall=config.stall,
+        hold=config.hold,
+    )
 
 
-def _no_workers(message: str) -> RequestError:
+def _reason(verdict: cost.Verdict, arena: Field, facts: RequestFacts) -> str:
+    kind = verdict.chosen.kind
+    if kind == cost.DECODE:
+        return "least_gap"
+    if facts.force_mode is not None:
+        return "forced"
+    if kind == cost.REMOTE:
+        return "both_pools_live"
+    if verdict.can_remote:
+        return "bypass" if kind == cost.LOCAL else "decode_costlier"
+    if arena.refusal is not None:
+        return "pair_refused"
+    return "no_prefill_worker" if kind == cost.LOCAL else "no_decode_worker"
+
+
+def _terms(option: cost.Option, arena: Field) -> Terms:
+    partner = arena.workers.get(option.partner)
+    return Terms(
+        worker_id=arena.workers[option.slot].worker_id,
+        mode=_MODE_NAMES[option.kind],
+        cost_s=option.cost_s,
+        prefill_s=option.prefill_s,
+        handoff_s=option.handoff_s,
+        decode_s=option.decode_s,
+        extra_s=option.extra_s,
+        queued_tokens=round(option.queued_tokens),
+        uncached_tokens=round(option.uncached_tokens),
+        hit_tokens=round(option.hit_tokens),
+        hint_tokens=round(option.hint_tokens),
+        resident_tokens=round(option.resident_tokens),
+        fits=option.fits,
+        partner=partner.worker_id if partner is not None else None,
+    )
+
+
+def _no_workers(facts: RequestFacts, view: ClusterView, arena: Field) -> RequestError:
+    why = arena.refusal or view.why_unusable()
+    if facts.force_mode is not None:
+        why = why or "no worker of the needed role is registered"
+        message = f"mode {facts.force_mode} is not possible now: {why}"
+    else:
+        message = "no worker can take the request: " + (why or "none is registered")
     return RequestError("no_workers", message, retry_after_ms=RETRY_AFTER_MS)

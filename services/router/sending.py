@@ -17,8 +17,6 @@ from services.router.policy import (
     STAY,
     Decision,
     RequestFacts,
-    choose,
-    choose_decode,
     expected_tokens,
 )
 from services.router.view import SUSPECT, WorkerView
@@ -50,31 +48,36 @@ class Sender:
                 # Each choice has come as far as it has: they share no ticket any more.
                 decision = self._choose_whole(progress, facts, exclude)
             else:
-                decision = self._choose(progress, facts, exclude)
+                decision = _take_decided(progress, exclude) or self._choose(
+                    progress, facts, exclude
+                )
             if self._start(progress, decision):
                 return decision
             # Its Link broke in this very moment, or its queue is full.
             exclude |= {decision.worker.worker_id}
 
-    def pass_on(self, progress: Progress, source: Leg) -> bool:
-        """Pass a ticket to a decode worker; False when none can take it."""
+    def pass_on(self, progress: Progress, source: Leg, reserved: WorkerId | None = None) -> bool:
+        """Pass a ticket to a decode worker, the reserved one first; False when none can take it."""
         while True:
             view = self._cluster.view()
-            prefill, decision = view.find(source.worker_id), None
+            prefill, worker = view.find(source.worker_id), None
             excluded = progress.failed | progress.lost_at
             if source.generated:
                 excluded.add(source.worker_id)  # it offers, so it should not go on there
-            if prefill is not None:
-                decision = choose_decode(
-                    progress.facts, prefill, view, self._config.policy, frozenset(excluded)
+            if reserved is not None and reserved not in excluded:
+                worker = view.find(reserved)
+            elif prefill is not None:
+                worker = self._cluster.desk.choose_decode(
+                    progress.facts, prefill, frozenset(excluded)
                 )
-            if decision is None:
+            if worker is None:
                 return False
-            if self._send(progress, CONTINUE, decision.worker, source=source):
+            if self._send(progress, CONTINUE, worker, source=source):
+                self._cluster.pairs.sent((source.worker_id, worker.worker_id), self._clock.now())
                 if not source.generated:
                     progress.marks.continued = self._clock.now()
                 return True
-            progress.failed.add(decision.worker.worker_id)
+            progress.failed.add(worker.worker_id)
 
     def stay(self, progress: Progress, source: Leg) -> bool:
         """Let the prefill worker go on by itself: nobody is left to hand off to.
@@ -114,8 +117,8 @@ class Sender:
 
     def can_take(self, progress: Progress, source: WorkerView) -> bool:
         """Say whether a decode worker could take over what decodes at `source`."""
-        view, failed = self._cluster.view(), frozenset(progress.failed)
-        return choose_decode(progress.facts, source, view, self._config.policy, failed) is not None
+        failed = frozenset(progress.failed)
+        return self._cluster.desk.choose_decode(progress.facts, source, failed) is not None
 
     def is_anyone_coming(self) -> bool:
         """Say whether a worker that is not usable now may be in a moment."""
@@ -128,8 +131,7 @@ class Sender:
     def _choose(
         self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]
     ) -> Decision:
-        view = self._cluster.view()
-        return choose(facts, view, progress.depth, self._config.policy, exclude)
+        return self._cluster.desk.choose(facts, progress.depth, exclude)
 
     def _choose_whole(
         self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]
@@ -194,7 +196,7 @@ class Sender:
             source=source,
             first_index=head.first_index,
             goes_on=_goes_on(progress, kind, source),
-            predicted_s=decision.terms[0].cost_s if decision is not None else 0.0,
+            predicted_s=decision.terms[0].prefill_s if decision is not None else 0.0,
         )
         progress.legs.append(leg)
         if progress.marks.sent is None:
@@ -217,6 +219,14 @@ class Sender:
         leg.has_failed = True
         self.cancel(progress, leg, reason)
         self.close(leg)
+
+
+def _take_decided(progress: Progress, exclude: frozenset[WorkerId]) -> Decision | None:
+    """Return the store's decision the first time, unless it has become a bad one."""
+    decided, progress.decided = progress.decided, None
+    if decided is None or decided.worker.worker_id in exclude:
+        return None
+    return decided
 
 
 def _facts_now(progress: Progress) -> RequestFacts:
@@ -253,5 +263,5 @@ def _goes_on(progress: Progress, kind: str, source: Leg | None) -> bool:
 
 
 def _uncached(decision: Decision) -> int:
-    """Prompt tokens the chosen worker has to compute; unknown (0) in a decode worker's terms."""
-    return decision.terms[0].uncached_tokens if decision.mode != LOCAL else 0
+    """Prompt tokens the chosen worker has to compute."""
+    return decision.terms[0].uncached_tokens

@@ -15,6 +15,7 @@ from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HASH_SCHEME
 from services.kv.layout import first_mismatch
 from services.registry.base import LoadReport, WorkerInfo, WorkerRecord
+from services.registry.cost import Booked
 
 LIVE, DRAINING, SUSPECT, INCOMPATIBLE, GONE = (
     "live", "draining", "suspect", "incompatible", "gone",
@@ -43,15 +44,6 @@ class LinkState:
     load: LoadReport | None = None
     load_at: float = 0.0
     detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Booked:
-    """This router's own work at one worker that its load reports may not show yet."""
-
-    in_flight: int = 0
-    prefill_tokens: int = 0
-    resident_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

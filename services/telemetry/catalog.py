@@ -144,7 +144,16 @@ STORE_CALLS = Counter(
     "isthmus_store_calls_total", "calls", "Calls to the store.", ("op", "outcome")
 )
 STORE_CALL_TIME = Histogram("isthmus_store_call_seconds", "s", "One call to the store.", _FAST_S)
-DEGRADED = Gauge("isthmus_degraded", "0 or 1", "1 while the router decides without the store.")
+DEGRADED = Gauge(
+    "isthmus_router_degraded", "0 or 1", "1 while the router decides without the store."
+)
+HINT_ERROR = Histogram(
+    "isthmus_hint_error_tokens",
+    "tokens",
+    "Cached tokens a worker was chosen for beside those it had, by sign (missing, extra).",
+    (0.0, *_TOKENS, 32_768.0, 131_072.0),
+    ("sign",),
+)
 LINK_CUTS = Counter(
     "isthmus_link_cuts_total",
     "links",

@@ -17,11 +17,13 @@ from grpc.aio._call import StreamStreamCall
 
 from services.common.errors import RequestError
 from services.common.ids import Incarnation, WorkerId
+from services.kv.hashing import HashScope, chain_hashes
 from services.registry.embedded import EmbeddedStore
 from services.router.config import LinkConfig, RouterConfig
 from services.router.hooks import MetricsHooks
 from services.telemetry.metrics import Metrics
 from tests.support.cluster import (
+    DIGEST,
     Answer,
     Cluster,
     eventually,
@@ -315,16 +317,21 @@ async def test_hostile_store_costs_no_request(store_url: str) -> None:
 async def test_prefix_hints_choose_the_worker_that_has_the_prompt(store_url: str) -> None:
     """One look-up finds the holder, although it is no less loaded than its peer."""
     async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
-        call = make_call(prompt=list(range(1, 257)))
-        await cluster.ask(call)
-        first = "p0" if cluster["p0"].jobs else "p1"
-        other = "p1" if first == "p0" else "p0"
-        hashes = cluster[first].jobs[0].work.block_hashes
-        blocks = [hashes[i : i + 16] for i in range(0, len(hashes), 16)]
-        cluster[other].lease.publish(blocks, ())  # type: ignore[arg-type]  # bytes of the wire
-        await asyncio.sleep(0.1)
-        await cluster.ask(make_call(prompt=list(range(1, 257))))
-        assert len(cluster[other].jobs) == 1
+        for holder, first in (("p0", 1), ("p1", 1001)):
+            call = make_call(prompt=list(range(first, first + 256)))
+            hashes = chain_hashes(HashScope(DIGEST, "", ""), call.token_ids)
+            cluster[holder].lease.publish(hashes[3::4], ())
+            await eventually(partial(_has_hints, store_url, 4))
+            await cluster.ask(call)
+            assert cluster[holder].jobs[-1].work.request_id == call.request_id
+            # These workers keep nothing: what they did not honour is withdrawn.
+            await eventually(partial(_has_hints, store_url, 0))
+
+
+def _has_hints(store_url: str, wanted: int) -> bool:
+    with redis.Redis.from_url(store_url) as admin:
+        found = sum(int(admin.hlen(key)) for key in admin.keys("isthmus:{cluster}:b:*"))
+    return found == wanted
 
 
 async def test_churn_leaves_no_request_hanging(store_url: str) -> None:

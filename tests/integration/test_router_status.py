@@ -71,8 +71,8 @@ async def test_metrics_count_decisions_outcomes_and_stages(store_url: str) -> No
             'isthmus_stage_seconds_count{stage="unattributed"} 1.0',
             'isthmus_handoff_blocks_total{how="moved"} 4.0',
             'isthmus_handoff_blocks_total{how="attached"} 2.0',
-            'isthmus_store_calls_total{op="lookup",outcome="ok"} 1.0',
-            "isthmus_degraded 0.0",
+            'isthmus_store_calls_total{op="route",outcome="ok"} 2.0',
+            "isthmus_router_degraded 0.0",
         ):
             assert line in text
 

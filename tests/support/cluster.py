@@ -21,9 +21,11 @@ from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
 from services.router.hooks import RouterHooks
+from services.router.policy import PolicyConfig
 from tests.support.fake_worker import FakeWorker, expected_token
 
 NS = "cluster"
+NO_BYPASS = PolicyConfig(bypass_tokens=0)  # short prompts take the whole way
 DIGEST = "d" * 64
 
 
@@ -172,7 +174,12 @@ async def running_cluster(
     """Start workers and router; wait until every worker is judged."""
     reader = RedisRegistryReader(store_url, NS, SystemClock())
     router = Router(
-        config or RouterConfig(), make_manifest(), DigitText(), reader, SystemClock(), hooks
+        config or RouterConfig(policy=NO_BYPASS),
+        make_manifest(),
+        DigitText(),
+        reader,
+        SystemClock(),
+        hooks,
     )
     cluster = Cluster(router, {}, store_url)
     try:

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.ids import WorkerId
+from services.registry.cost import Booked
 from services.router.booking import SETTLE_S, Booking, Bookings
-from services.router.view import Booked
 
 W = [WorkerId("a"), WorkerId("b")]
 

@@ -7,8 +7,8 @@ import pytest
 
 from services.common.ids import Incarnation, WorkerId
 from services.registry.base import LoadReport, WorkerInfo, WorkerRecord
+from services.registry.cost import Booked
 from services.router.view import (
-    Booked,
     LinkState,
     LinkStatus,
     ViewInputs,

@@ -64,7 +64,7 @@ def test_number_of_series_is_bounded(metrics: Metrics) -> None:
 def test_later_watcher_replaces_the_earlier(metrics: Metrics) -> None:
     metrics.watch(catalog.DEGRADED, lambda: 0)
     metrics.watch(catalog.DEGRADED, lambda: 1)
-    assert "isthmus_degraded 1.0" in metrics.render().decode()
+    assert "isthmus_router_degraded 1.0" in metrics.render().decode()
 
 
 def test_disabled_metrics_do_nothing() -> None:

@@ -1,0 +1,311 @@
+"""Decisions of one router: asked of the store, one round trip for all of a loop tick, or made here.
+
+The store decides with the loads and reservations of all replicas. Where it does not answer, has
+no candidate or is known to be away, the router decides alone: newest loads it knows, its own
+bookings, and where it sent which prefixes in the last two minutes. No request fails by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.registry import cost
+from services.registry.reader import RegistryReader
+from services.registry.schema import HASH_FIELD_BYTES, pack_fields, stride_hashes
+from services.registry.scripts import RouteAsk
+from services.registry.speculation import Speculation
+from services.router.policy import (
+    STRIDE_TOKENS,
+    Decision,
+    Field,
+    Links,
+    PolicyConfig,
+    RequestFacts,
+    any_pair,
+    ask_for,
+    ask_to_take_over,
+    choose,
+    choose_decode,
+    decision_of,
+    lay_out,
+)
+from services.router.view import ClusterView, WorkerView
+
+MAX_BATCH = 16  # decisions of one call: it holds the store for half a millisecond
+LOCAL_FIELDS = 65_536  # prefixes remembered for local mode
+LOCAL_TTL_S = 120
+HOLD_EVERY_S = 20.0  # a third of a reservation's life
+MAX_ENDS = 4096  # reservations waiting to be released; the rest run out by themselves
+ENDS_A_CALL = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A decision, and the strides each worker holds, for later choices about this request."""
+
+    decision: Decision
+    depth: Mapping[WorkerId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    facts: RequestFacts
+    fields: bytes
+    exclude: frozenset[WorkerId]
+    rid: str
+    source: WorkerView | None
+    answer: asyncio.Future[Decision | None]
+
+
+class Surroundings(Protocol):
+    """What the desk is told by whoever watches the cluster."""
+
+    def view(self) -> ClusterView:
+        """Return the cluster as it is now."""
+        ...
+
+    def links(self) -> Links:
+        """Return the ways between workers."""
+        ...
+
+    def may_ask_store(self) -> bool:
+        """Say whether the store may be asked now."""
+        ...
+
+    def note_store_call(self, op: str, started: float, error: StoreUnavailable | None) -> None:
+        """Learn what became of a call."""
+        ...
+
+
+class RouteDesk:
+    """Asks for decisions and ends reservations. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        incarnation: Incarnation,
+        reader: RegistryReader,
+        clock: Clock,
+        around: Surroundings,
+    ) -> None:
+        self._policy = policy
+        self._prefix = f"{incarnation:x}."
+        self._reader = reader
+        self._clock = clock
+        self._around = around
+        self._index: Speculation[WorkerId] = Speculation(LOCAL_FIELDS)
+        self._waiting: list[_Waiting] = []
+        self._open: dict[str, float] = {}  # reservations -> when they were made or held last
+        self._ends: dict[str, bytes] = {}
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    async def route(
+        self, facts: RequestFacts, hashes: Sequence[BlockHash], number: int
+    ) -> Route | None:
+        """Let the store decide and reserve; None when it cannot."""
+        fields = pack_fields(stride_hashes(hashes))
+        decision = await self._ask(facts, fields, frozenset(), self._rid(number), None)
+        if decision is None:
+            return None
+        depth = {t.worker_id: t.hint_tokens // STRIDE_TOKENS for t in decision.terms}
+        return Route(decision, depth)
+
+    async def take_over(
+        self,
+        facts: RequestFacts,
+        source: WorkerView,
+        number: int,
+        exclude: frozenset[WorkerId],
+    ) -> WorkerId | None:
+        """Let the store choose and reserve a decode worker; None when it cannot."""
+        decision = await self._ask(facts, b"", exclude, self._rid(number) + "d", source)
+        return decision.worker.worker_id if decision is not None else None
+
+    def choose(
+        self, facts: RequestFacts, depth: Mapping[WorkerId, int], exclude: frozenset[WorkerId]
+    ) -> Decision:
+        """Decide alone, with hints from an earlier answer. Raises RequestError: no_workers."""
+        view, links = self._around.view(), self._around.links()
+        return choose(facts, view, depth, self._policy, exclude, links)
+
+    def choose_decode(
+        self, facts: RequestFacts, source: WorkerView, exclude: frozenset[WorkerId]
+    ) -> WorkerView | None:
+        """Choose a decode worker alone; None when nobody can take over."""
+        view, links = self._around.view(), self._around.links()
+        decision = choose_decode(facts, source, view, self._policy, exclude, links)
+        return decision.worker if decision is not None else None
+
+    def local_depth(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
+        """Return where this router sent a prompt's prefix lately, in strides."""
+        fields = _split(pack_fields(stride_hashes(hashes)))
+        known = {w.worker_id for w in self._around.view().workers}
+        return self._index.strides(fields, known, {}, self._clock.now() * 1000)
+
+    def sent(self, hashes: Sequence[BlockHash], worker_id: WorkerId) -> None:
+        """Remember who computes a prompt."""
+        now = self._clock.now()
+        fields = _split(pack_fields(stride_hashes(hashes)))
+        self._index.note(fields, worker_id, 0, int(now) + LOCAL_TTL_S, now * 1000)
+
+    # -- reservations ------------------------------------------------------------------------
+
+    def ended(self, number: int, lies: Sequence[BlockHash] = ()) -> None:
+        """Release what a request had reserved; `lies` are hints its worker did not honour."""
+        rid = self._rid(number)
+        for name, fields in ((rid, pack_fields(lies)), (rid + "d", b"")):
+            if self._open.pop(name, None) is not None:
+                self._end(name, fields)
+
+    async def keep(self) -> None:
+        """Release and hold reservations until cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_EVERY_S / 4):
+                    await self._wake.wait()
+            self._wake.clear()
+            await asyncio.sleep(0.005)  # gathers what ends in the same moment
+            await self._release()
+            await self._hold()
+
+    async def close(self) -> None:
+        """Release what has ended, once, and let go of calls under way."""
+        for name in list(self._open):
+            self._ends[name] = b""
+        self._open.clear()
+        await self._release()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _rid(self, number: int) -> str:
+        return f"{self._prefix}{number}"
+
+    async def _ask(
+        self,
+        facts: RequestFacts,
+        fields: bytes,
+        exclude: frozenset[WorkerId],
+        rid: str,
+        source: WorkerView | None,
+    ) -> Decision | None:
+        if not self._around.may_ask_store():
+            return None
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._flush)
+        answer: asyncio.Future[Decision | None] = loop.create_future()
+        self._waiting.append(_Waiting(facts, fields, exclude, rid, source, answer))
+        return await answer
+
+    def _flush(self) -> None:
+        """Send what has gathered since the tick began."""
+        waiting, self._waiting = self._waiting, []
+        for lo in range(0, len(waiting), MAX_BATCH):
+            task = asyncio.create_task(self._decide(waiting[lo : lo + MAX_BATCH]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _decide(self, batch: Sequence[_Waiting]) -> None:
+        answers: Sequence[Decision | None] = [None] * len(batch)
+        try:
+            answers = await self._ask_store(batch)
+        finally:
+            # Whatever happened: nobody waits for an answer that will not come.
+            for waiting, answer in zip(batch, answers, strict=True):
+                if not waiting.answer.done():
+                    waiting.answer.set_result(answer)
+                elif self._open.pop(waiting.rid, None) is not None:
+                    self._end(waiting.rid, b"")  # its client has gone meanwhile
+
+    async def _ask_store(self, batch: Sequence[_Waiting]) -> Sequence[Decision | None]:
+        view, links = self._around.view(), self._around.links()
+        sources = [w.source for w in batch if w.source is not None]
+        arena = lay_out(view, self._policy, links, sources=sources, by_slot=True)
+        asks = [RouteAsk(self._put(w, arena), w.fields, w.rid) for w in batch]
+        started = self._clock.now()
+        try:
+            verdicts = await self._reader.route(arena.weights, arena.candidates, arena.pairs, asks)
+            answers = [
+                self._read(waiting, verdict, arena)
+                for waiting, verdict in zip(batch, verdicts, strict=True)
+            ]
+        except StoreUnavailable as error:
+            self._around.note_store_call("route", started, error)
+            for waiting in batch:  # it may have been done although no answer came
+                self._end(waiting.rid, b"")
+            return [None] * len(batch)
+        self._around.note_store_call("route", started, None)
+        return answers
+
+    def _put(self, waiting: _Waiting, arena: Field) -> cost.Ask:
+        if waiting.source is None:
+            return ask_for(waiting.facts, self._policy, arena, waiting.exclude)
+        return ask_to_take_over(waiting.facts, waiting.source, self._policy, arena, waiting.exclude)
+
+    def _read(
+        self, waiting: _Waiting, verdict: cost.Verdict | None, arena: Field
+    ) -> Decision | None:
+        if verdict is None:
+            return None
+        if verdict.chosen.slot not in arena.workers:
+            raise StoreUnavailable("the store chose a worker that was no candidate")
+        is_new = waiting.source is None and waiting.facts.force_mode is None
+        if is_new and not verdict.can_remote and self._is_pair_left(waiting):
+            # The store knows a whole pool no more, or not yet, that is linked to us.
+            self._end(waiting.rid, b"")
+            return None
+        self._open[waiting.rid] = self._clock.now()
+        return decision_of(verdict, arena, waiting.facts, is_local=False)
+
+    def _end(self, rid: str, lies: bytes) -> None:
+        if len(self._ends) < MAX_ENDS:
+            self._ends[rid] = lies
+            self._wake.set()
+
+    def _is_pair_left(self, waiting: _Waiting) -> bool:
+        return any_pair(self._around.view(), self._around.links(), waiting.exclude)
+
+    async def _release(self) -> None:
+        while self._ends and self._around.may_ask_store():
+            names = list(self._ends)[:ENDS_A_CALL]
+            ends = [(name, self._ends.pop(name)) for name in names]
+            started = self._clock.now()
+            try:
+                await self._reader.release(ends)
+            except StoreUnavailable as error:
+                self._around.note_store_call(
+                    "release", started, error
+                )  # they run out by themselves
+                return
+            self._around.note_store_call("release", started, None)
+
+    async def _hold(self) -> None:
+        now = self._clock.now()
+        due = [name for name, since in self._open.items() if now - since > HOLD_EVERY_S]
+        for lo in range(0, len(due), ENDS_A_CALL):
+            if not self._around.may_ask_store():
+                return
+            names = due[lo : lo + ENDS_A_CALL]
+            try:
+                await self._reader.hold(names)
+            except StoreUnavailable as error:
+                self._around.note_store_call("hold", now, error)
+                return
+            self._open.update((name, now) for name in names if name in self._open)
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]
