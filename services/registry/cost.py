@@ -18,6 +18,7 @@ FORBIDDEN = -1.0  # link time of a pair that must not exchange KV
 MAX_ROWS = 64  # above this only the promising workers are priced
 SHORTLIST = 8  # of each role: so many by hit, and so many by load
 MAX_OPTIONS = 16  # told with a decision
+MIN_RATE_TOK_S = 1.0  # a lower rate is taken as not measured: it would make every cost infinite
 
 Pairs = Mapping[tuple[int, int], float]  # (prefill slot, decode slot) -> seconds a token
 
@@ -217,7 +218,7 @@ def _price(weights: Weights, ask: Ask, row: Row, total: int, num_rows: int) -> _
     # The last token is always computed, however much of the prompt is cached.
     uncached = ask.num_tokens - min(row.hit_tokens, ask.num_tokens - 1)
     full = 1 - min(load.kv_free, load.kv_total) / load.kv_total if load.kv_total else 0.0
-    rate = load.rate_tok_s if load.rate_tok_s > 0 else weights.rate_tok_s
+    rate = load.rate_tok_s if load.rate_tok_s >= MIN_RATE_TOK_S else weights.rate_tok_s
     work = queued + uncached * (1 + weights.displacement * full)
     is_measured = load.tbt_a_us > 0
     tbt_a = load.tbt_a_us if is_measured else weights.tbt_a_us
@@ -336,9 +337,12 @@ def _option(
 
 
 def _among_ties(options: Sequence[Option], weights: Weights) -> Option:
-    """Of what costs as good as nothing more than the best: the least busy, then by rank."""
+    """Of what costs hardly more than the best: the longest hit, the least busy, the rank.
+
+    The load is in the cost; a second copy of a prefix would also push another one out.
+    """
     best = options[0]
     scale = best.cost_s if best.kind == DECODE else best.prefill_s
     limit = best.cost_s + max(weights.tie_s, weights.tie_ratio * scale)
     ties = [o for o in options if o.kind == best.kind and o.fits == best.fits and o.cost_s <= limit]
-    return min(ties, key=lambda o: (o.in_flight, -o.hit_tokens, -o.rank, o.slot))
+    return min(ties, key=lambda o: (-o.hit_tokens, o.in_flight, -o.rank, o.slot))

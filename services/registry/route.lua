@@ -214,7 +214,7 @@ local function price(ask, row, total, count)
   row.uncached = ask.tokens - math.min(row.hit, ask.tokens - 1)
   local full = 0
   if row.kv_total > 0 then full = 1 - math.min(row.kv_free, row.kv_total) / row.kv_total end
-  row.use_rate = row.rate > 0 and row.rate or usual_rate
+  row.use_rate = row.rate >= 1 and row.rate or usual_rate
   local work = queued + row.uncached * (1 + displacement * full)
   row.prefill_s = work / row.use_rate
   local a, b = usual_a, usual_b
@@ -363,10 +363,10 @@ local function among_ties(ask, options)
       local c = chosen
       if not c then
         chosen = o
-      elseif o.row.booked.in_flight ~= c.row.booked.in_flight then
-        if o.row.booked.in_flight < c.row.booked.in_flight then chosen = o end
       elseif o.row.hit ~= c.row.hit then
         if o.row.hit > c.row.hit then chosen = o end
+      elseif o.row.booked.in_flight ~= c.row.booked.in_flight then
+        if o.row.booked.in_flight < c.row.booked.in_flight then chosen = o end
       elseif o.rank ~= c.rank then
         if o.rank > c.rank then chosen = o end
       elseif o.slot < c.slot then

@@ -310,7 +310,7 @@ def _pairs(
 def _weights(live: Sequence[WorkerView], config: PolicyConfig, links: Links) -> cost.Weights:
     """Price workers that have not measured themselves as their peers."""
     loads: list[LoadReport] = [w.load for w in live]
-    rates = [load.rate_tok_s for load in loads if load.rate_tok_s > 0]
+    rates = [load.rate_tok_s for load in loads if load.rate_tok_s >= cost.MIN_RATE_TOK_S]
     gaps = [load for load in loads if load.tbt_a_us > 0]
     return cost.Weights(
         displacement=config.displacement,

@@ -56,7 +56,7 @@ def random_load(rng: random.Random) -> LoadReport:
         resident_tokens=rng.choice((0, rng.randrange(100_000))),
         kv_free=rng.randrange(total + 1),
         kv_total=total,
-        rate_tok_s=rng.choice((0.0, 2000.0, f32(rng.uniform(1, 50_000)))),
+        rate_tok_s=rng.choice((0.0, 1e-30, 2000.0, f32(rng.uniform(1, 50_000)))),
         tbt_a_us=rng.choice((0.0, 5000.0, f32(rng.uniform(1, 50_000)))),
         tbt_b_us=f32(rng.uniform(0, 3)),
         running=rng.choice((0, rng.randrange(60))),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from services.router.policy import (
     REMOTE,
     STAY,
     Decision,
+    Links,
     PolicyConfig,
     RequestFacts,
     choose,
@@ -273,3 +275,93 @@ def test_any_view_gives_a_live_worker_of_the_right_role_or_no_workers(
     assert decision.worker.role == ("decode" if decision.mode == LOCAL else "prefill")
     assert decision.terms[0].worker_id == decision.worker.worker_id
     assert all(t.cost_s >= 0 for t in decision.terms)
+
+
+MEASURED = LoadReport(kv_free=9000, kv_total=9000, rate_tok_s=9000, tbt_a_us=9000, tbt_b_us=0.1)
+BYPASS = PolicyConfig(bypass_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decode_load", "mode", "reason"),
+    [
+        (300, MEASURED, LOCAL, "bypass"),
+        (600, MEASURED, REMOTE, "both_pools_live"),  # longer than a chunk
+        (300, replace(MEASURED, running=8), REMOTE, "both_pools_live"),  # would stall eight
+        (10, replace(MEASURED, running=1), LOCAL, "bypass"),  # stalls one for a millisecond
+        (300, replace(MEASURED, queued_uncached_tokens=9000), REMOTE, "both_pools_live"),
+    ],
+)
+def test_short_prompts_skip_the_prefill_pool_where_that_costs_less(
+    tokens: int, decode_load: LoadReport, mode: str, reason: str
+) -> None:
+    """Modes are one argmin: a threshold alone bypasses nothing."""
+    view = make_view(make_worker("p0", MEASURED), make_worker("d0", decode_load))
+    decision = choose(facts(tokens), view, {}, BYPASS)
+    assert (decision.mode, decision.reason) == (mode, reason)
+    assert {t.mode for t in decision.terms} >= {REMOTE, STAY}
+    for terms in decision.terms:
+        parts = terms.prefill_s + terms.handoff_s + terms.decode_s + terms.extra_s
+        assert terms.cost_s == pytest.approx(parts)
+
+
+def test_a_long_prompt_that_decode_has_cached_skips_the_prefill_pool() -> None:
+    view = make_view(make_worker("p0", MEASURED), make_worker("d0", MEASURED))
+    decision = choose(facts(6400), view, {WorkerId("d0"): 96}, BYPASS)
+    assert (decision.mode, decision.terms[0].uncached_tokens) == (LOCAL, 256)
+
+
+def test_no_bypass_where_the_gap_is_above_what_the_client_calls_good() -> None:
+    view = make_view(make_worker("p0", MEASURED), make_worker("d0", MEASURED))
+    strict = replace(facts(300), max_tbt_s=0.005)
+    assert choose(strict, view, {}, BYPASS).mode == REMOTE
+
+
+@pytest.mark.parametrize(
+    "decode_load",
+    [replace(MEASURED, kv_free=3), replace(MEASURED, tbt_a_us=30_000)],
+    ids=["full", "slow"],
+)
+def test_prefill_goes_on_where_decode_is_full_or_slow(decode_load: LoadReport) -> None:
+    view = make_view(make_worker("p0", MEASURED), make_worker("d0", decode_load))
+    decision = choose(facts(600), view, {}, BYPASS)
+    assert (decision.mode, decision.reason) == (STAY, "decode_costlier")
+
+
+def test_one_token_needs_no_handoff() -> None:
+    view = make_view(make_worker("p0", MEASURED), make_worker("d0", MEASURED))
+    decision = choose(replace(facts(600), max_tokens=1), view, {}, BYPASS)
+    assert decision.mode == STAY
+
+
+def test_a_broken_pair_is_passed_over() -> None:
+    """A link may be bad while both its ends are healthy: another pair, or no handoff at all."""
+    broken = frozenset({(WorkerId("p0"), WorkerId("d0"))})
+    links = Links(broken=broken)
+    both = make_view(make_worker("p0"), make_worker("p1"), make_worker("d0"))
+    for root in (b"a", b"b", b"c", b"d"):
+        decision = choose(facts(root=root), both, {}, CONFIG, links=links)
+        assert (decision.mode, decision.worker.worker_id) == (REMOTE, "p1")
+    alone = choose(facts(), make_view(both.workers[0], both.workers[2]), {}, CONFIG, links=links)
+    assert (alone.mode, alone.reason) == (LOCAL, "pair_refused")
+    assert choose_decode(facts(), both.workers[0], both, CONFIG, links=links) is None
+
+
+def test_a_slow_link_costs_its_seconds() -> None:
+    links = Links(token_s=1e-6, pairs={(WorkerId("p0"), WorkerId("d0")): 1e-3})
+    view = make_view(make_worker("p0"), make_worker("p1"), make_worker("d0"))
+    decision = choose(facts(), view, {}, CONFIG, links=links)
+    assert decision.worker.worker_id == "p1"
+    terms = {(t.worker_id, t.mode): t.handoff_s for t in decision.terms}
+    assert terms[WorkerId("p0"), REMOTE] == pytest.approx(0.005 + 320e-3)
+    assert terms[WorkerId("p1"), REMOTE] == pytest.approx(0.005 + 320e-6)
+
+
+def test_of_many_workers_the_best_hits_and_the_idle_are_priced() -> None:
+    """Above 64 a decision looks at a shortlist, which must hold the best by either measure."""
+    busy = LoadReport(queued_uncached_tokens=50_000, kv_free=9, kv_total=9)
+    many = [make_worker(f"p{i}", busy) for i in range(80)]
+    view = make_view(*many, make_worker("d0"), make_worker("p99"))
+    assert choose(facts(), view, {}, CONFIG).worker.worker_id == "p99"
+    holder = make_worker("p98", LoadReport(queued_uncached_tokens=10, kv_free=9, kv_total=9))
+    view = make_view(*many, make_worker("d0"), make_worker("p99"), holder)
+    assert choose(facts(), view, {WorkerId("p98"): 5}, CONFIG).worker.worker_id == "p98"
