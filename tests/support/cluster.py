@@ -172,9 +172,12 @@ async def running_cluster(
     hooks: RouterHooks | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start workers and router; wait until every worker is judged."""
+    config = config or RouterConfig()
+    if config.policy == PolicyConfig():
+        config = replace(config, policy=NO_BYPASS)
     reader = RedisRegistryReader(store_url, NS, SystemClock())
     router = Router(
-        config or RouterConfig(policy=NO_BYPASS),
+        config,
         make_manifest(),
         DigitText(),
         reader,
