@@ -42,8 +42,10 @@ class LocalCluster:
         decode: int,
         flags: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
+        api_key: str = "",
     ) -> None:
-        """Prepare; `settings` maps ISTHMUS_SECTION__FIELD to a value."""
+        """Prepare; `settings` maps ISTHMUS_SECTION__FIELD to a value, `api_key` may monitor."""
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._dir = Path(tempfile.mkdtemp(prefix="isthmus-local-"))
         self._status_file = self._dir / "status.json"
         self._log_file = self._dir / "up.log"
@@ -185,7 +187,9 @@ class LocalCluster:
         """Ask the first router for its view."""
         with grpc.insecure_channel(self.grpc) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
-            return stub.ClusterStatus(admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S)
+            return stub.ClusterStatus(
+                admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S, metadata=self._metadata
+            )
 
     def _routers_know_all_workers(self) -> bool:
         """Whether every router uses every worker; to serve at all, one worker is enough for it."""
@@ -195,7 +199,9 @@ class LocalCluster:
                 stub = admin_pb2_grpc.AdminStub(channel)
                 try:
                     status = stub.ClusterStatus(
-                        admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
+                        admin_pb2.ClusterStatusRequest(),
+                        timeout=RPC_TIMEOUT_S,
+                        metadata=self._metadata,
                     )
                 except grpc.RpcError:
                     return False

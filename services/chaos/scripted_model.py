@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,6 @@ NAME = "scripted"
 CONTEXT = 4096
 EOS_ID = 0
 _SPECIAL = ("<|endoftext|>",)
-_LAYERS, _KV_HEADS, _HEAD_DIM = 4, 2, 32  # 32 KiB a block in float32
 _WORD_BYTES = 8
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that every word is a bijection of the state
 _MASK = (1 << 64) - 1
@@ -46,12 +46,28 @@ Words = npt.NDArray[np.uint64]
 Logits = npt.NDArray[np.float32]
 
 
-def make_scripted_model(model_dir: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class ScriptedShape:
+    """Size of a scripted model's KV, and what its tokens are."""
+
+    context: int = CONTEXT
+    num_layers: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32  # 32 KiB a block in float32
+    is_ascii: bool = False  # printable tokens only: each is a character of its own
+
+
+# Next to no work for workers: what is measured with it is in front of them.
+SLIM = ScriptedShape(context=32_768, num_layers=1, num_kv_heads=1, head_dim=8, is_ascii=True)
+
+
+def make_scripted_model(model_dir: Path, shape: ScriptedShape | None = None) -> Path:
     """Write the files routers and scripted workers read; equal every time, no weights."""
+    shape = shape or ScriptedShape()
     model_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = _byte_tokenizer()
+    tokenizer = _byte_tokenizer(is_ascii=shape.is_ascii)
     tokenizer.save(str(model_dir / "tokenizer.json"))
-    settings = {"bos_token": None, "eos_token": _SPECIAL[0], "model_max_length": CONTEXT}
+    settings = {"bos_token": None, "eos_token": _SPECIAL[0], "model_max_length": shape.context}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
     manifest = ModelManifest(
         format=1,
@@ -63,11 +79,11 @@ def make_scripted_model(model_dir: Path) -> Path:
         weights_digest="0" * 64,
         config_digest="0" * 64,
         tokenizer_digest=file_digest(model_dir / "tokenizer.json"),
-        context_length=CONTEXT,
+        context_length=shape.context,
         vocab_size=tokenizer.get_vocab_size(),
-        num_layers=_LAYERS,
-        num_kv_heads=_KV_HEADS,
-        head_dim=_HEAD_DIM,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         rope="{}",
         eos_token_ids=(EOS_ID,),
     )
@@ -75,11 +91,14 @@ def make_scripted_model(model_dir: Path) -> Path:
     return model_dir
 
 
-def _byte_tokenizer() -> Tokenizer:
+def _byte_tokenizer(*, is_ascii: bool) -> Tokenizer:
     # Here, because workers never need it: they are sent token ids.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if is_ascii:
+        alphabet = [token for token in alphabet if "!" <= token <= "~"]
+    tokens = [*_SPECIAL, *alphabet]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,13 +7,18 @@ requests that do not fit it, memory this machine does not have.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.cli.measured_model import check_length, check_memory, prepare_model
 from services.cli.outcome import show_result
 from services.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from services.bench.result import BenchResult
 
 MAX_BLOCKS = 4096  # 1.4 GiB a pool
 MAX_TIMES = 10_000  # that anything is measured; more would take days
@@ -31,6 +36,7 @@ Threads = Annotated[
 ]
 PromptSeed = Annotated[int, typer.Option(min=0, help="Seed of the prompts.")]
 BlockSeed = Annotated[int, typer.Option(min=0, help="Seed of content and block numbers.")]
+Json = Annotated[bool, typer.Option("--json/--table", help="One JSON object, or the bars to read.")]
 
 
 @app.callback()
@@ -92,9 +98,7 @@ def handoff(
     blocks: Blocks = "1,16,64,1024",
     rounds: Cases = 40,
     seed: BlockSeed = 0,
-    json_: Annotated[
-        bool, typer.Option("--json/--table", help="One JSON object, or the bars to read.")
-    ] = True,
+    json_: Json = True,
 ) -> int:
     """KV from process to process on every plane, beside memcpy of the same blocks."""
     numbers = _numbers(blocks, MAX_BLOCKS)
@@ -103,13 +107,7 @@ def handoff(
     check_memory(memory_bytes(max(numbers)), "give fewer --blocks")
     progress = Progress()
     result = run(numbers, rounds=rounds, seed=seed, progress=progress)
-    if json_:
-        return show_result(result, progress)
-    progress.done()
-    for bar in result.bars:
-        verdict = "pass" if bar.is_met else "FAIL"
-        typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
-    return result.exit_code
+    return _show(result, progress, as_json=json_)
 
 
 @app.command("registry")
@@ -207,6 +205,47 @@ def cancel(
         directory, cancels=cancels, prompt_tokens=prompt_tokens, seed=seed, progress=progress
     )
     return show_result(result, progress)
+
+
+@app.command("router")
+def router(
+    cases: Annotated[
+        str, typer.Option(help="Of idle, requests, text, long, grpc, sse, with commas.")
+    ] = "idle,requests,text,long,grpc,sse",
+    requests: Annotated[
+        int, typer.Option(min=100, max=1_000_000, help="Requests of one token each.")
+    ] = 2_000,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="Clients at once.")] = 64,
+    stream_tokens: Annotated[
+        int, typer.Option(min=2, max=MAX_TIMES, help="Length of each streamed answer.")
+    ] = 256,
+    seed: PromptSeed = 0,
+    json_: Json = True,
+) -> int:
+    """A router on one core before simulated workers: added latency, requests and tokens a core."""
+    from services.bench.router import CASES, Setup, run
+    from services.chaos.scripted_model import SLIM, make_scripted_model
+
+    wanted = tuple(case.strip() for case in cases.split(","))
+    unknown = [case for case in wanted if case not in CASES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CASES)}")
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="isthmus-bench-model-") as made:
+        model_dir = make_scripted_model(Path(made) / "model", SLIM)
+        setup = Setup(wanted, requests, clients, stream_tokens, seed)
+        result = run(model_dir, setup, progress)
+    return _show(result, progress, as_json=json_)
+
+
+def _show(result: BenchResult, progress: Progress, *, as_json: bool) -> int:
+    if as_json:
+        return show_result(result, progress)
+    progress.done()
+    for bar in result.bars:
+        verdict = "pass" if bar.is_met else "FAIL"
+        typer.echo(f"{verdict}  {bar.name}: {bar.value:g} {bar.sense} {bar.bar:g}")
+    return result.exit_code
 
 
 def _numbers(text: str, most: int) -> list[int]:
