@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -82,7 +82,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class Target:
     """A server under load: where it listens, and the process whose CPU time counts."""
 
     grpc: str
@@ -137,7 +137,7 @@ class _Bench:
         self._result = result
         self._progress = progress
         self._server_core, self._client_core = _cores()
-        self._router = _Target(
+        self._router = Target(
             cluster.grpc, cluster.http.removeprefix("http://"), cluster.pid_of("router")
         )
         self._process = psutil.Process(self._router.pid)
@@ -274,7 +274,7 @@ class _Bench:
     # -- doing -------------------------------------------------------------------------------
 
     def _load(
-        self, target: _Target, what: str, *, share: float = 0.0, **changes: object
+        self, target: Target, what: str, *, share: float = 0.0, **changes: object
     ) -> Measured:
         """Run one load; every one draws prompts of its own."""
         self._progress(what, share)
@@ -283,30 +283,40 @@ class _Bench:
         order = replace(order, address=target.http if order.door == "sse" else target.grpc)
         return measure(order, target.pid)
 
-    @contextmanager
-    def _reference(self, kind: Literal["grpc", "sse"], num_frames: int) -> Iterator[_Target]:
-        module = "services.bench.router_reference"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, kind, str(num_frames)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _reference(
+        self, kind: Literal["grpc", "sse"], num_frames: int
+    ) -> AbstractContextManager[Target]:
+        return bare_server(kind, num_frames, self._server_core)
+
+
+@contextmanager
+def bare_server(
+    kind: Literal["grpc", "sse"], num_frames: int, core: int | None = None
+) -> Iterator[Target]:
+    """Run a reference server for the duration of a block, on one core if given."""
+    module = "services.bench.router_reference"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, kind, str(num_frames)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        port = process.stdout.readline().strip()
+        if not port:
+            raise BenchFailed(f"the bare {kind} server did not start")
+        if core is not None:
+            pin(process.pid, core)
+        yield Target(f"{HOST}:{port}", f"{HOST}:{port}", process.pid)
+    finally:
+        process.stdin.close()
         try:
-            port = process.stdout.readline().strip()
-            if not port:
-                raise BenchFailed(f"the bare {kind} server did not start")
-            pin(process.pid, self._server_core)
-            yield _Target(f"{HOST}:{port}", f"{HOST}:{port}", process.pid)
+            process.wait(START_TIMEOUT_S)
         finally:
-            process.stdin.close()
-            try:
-                process.wait(START_TIMEOUT_S)
-            finally:
-                process.kill()
-                process.stdout.close()
+            process.kill()
+            process.stdout.close()
 
 
 def measure(order: LoadOrder, pid: int) -> Measured:

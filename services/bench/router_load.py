@@ -118,6 +118,7 @@ class Load:
 
     async def _grpc_client(self, channel: grpc.aio.Channel) -> None:
         order = self._order
+        call: grpc.aio.UnaryStreamMultiCallable[inference_pb2.GenerateRequest, bytes]
         call = channel.unary_stream(
             _METHOD,
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -40,7 +41,7 @@ async def serve_grpc(num_frames: int) -> tuple[grpc.aio.Server, int]:
         yield frame
 
     server = grpc.aio.server()
-    handler = grpc.unary_stream_rpc_method_handler(generate)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(generate)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
     )
@@ -58,8 +59,7 @@ class _Events(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

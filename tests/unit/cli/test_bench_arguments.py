@@ -173,3 +173,10 @@ def test_every_worker_is_given_the_planes_or_its_part_of_the_mix() -> None:
     assert {planes_of(only, role, at) for role in ("prefill", "decode") for at in (0, 1)} == {
         "memfd,zmq"
     }
+
+
+def test_an_unknown_case_of_the_router_benchmark_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["bench", "router", "--cases", "idle,tea"]) == exits.USAGE
+    assert "'tea' is none of idle, requests" in " ".join(capsys.readouterr().err.split())
