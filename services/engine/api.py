@@ -23,6 +23,7 @@ Migrating (decode side, command `migrate`): MigrateRefused, or all of a hand-off
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType, Protocol
@@ -379,6 +380,10 @@ class Engine(Protocol):
 
     def set_role(self, prefill_weight: float, decode_weight: float) -> None:
         """Change the shares of the step budget."""
+        ...
+
+    def drop_cache(self) -> Future[tuple[int, int]]:
+        """Forget cached prefixes no request uses; gives blocks dropped and kept, between steps."""
         ...
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:

@@ -184,6 +184,12 @@ class EngineLoop:
         self._send(None, lambda _now: self._answer(answer))
         return answer.result(_SNAPSHOT_WAIT_S)
 
+    def drop_cache(self) -> Future[tuple[int, int]]:
+        """Forget cached prefixes no request uses; gives blocks dropped and kept, between steps."""
+        answer: Future[tuple[int, int]] = Future()
+        self._send(None, lambda _now: answer.set_result(self._scheduler.drop_cache()))
+        return answer
+
     def is_alive(self) -> bool:
         """False once the thread has died or made no progress for its watchdog time.
 

@@ -103,6 +103,11 @@ class Scheduler:
         self._prefill_weight = prefill_weight
         self._decode_weight = decode_weight
 
+    def drop_cache(self) -> tuple[int, int]:
+        """Forget prefixes no request uses; return the blocks that became free and those kept."""
+        dropped = self.pool.drop_cached()
+        return dropped, len(self.pool.cache)
+
     def load(self) -> EngineLoad:
         """Return the current load."""
         counts = self.pool.counts()

@@ -181,6 +181,13 @@ class BlockPool:
         self._hashes[block_id] = None
         return True
 
+    def drop_cached(self) -> int:
+        """Forget all cached content that nobody uses; return how many blocks became free."""
+        count = len(self._evictable)
+        for _ in range(count):
+            self._evict_one()
+        return count
+
     # -- inside ----------------------------------------------------------------------------
 
     def _check_being_written(self, block_id: BlockId) -> None:

@@ -64,6 +64,26 @@ class WorkerStub:
                 request_serializer=isthmus_dot_v1_dot_worker__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_worker__pb2.ReloadResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/isthmus.v1.Worker/Undrain',
+                request_serializer=isthmus_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/isthmus.v1.Worker/DropCache',
+                request_serializer=isthmus_dot_v1_dot_worker__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_worker__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
+        self.LogLevel = channel.unary_unary(
+                '/isthmus.v1.Worker/LogLevel',
+                request_serializer=isthmus_dot_v1_dot_worker__pb2.LogLevelRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_worker__pb2.LogLevelResponse.FromString,
+                _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/isthmus.v1.Worker/Diagnose',
+                request_serializer=isthmus_dot_v1_dot_worker__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_worker__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -105,6 +125,30 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LogLevel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Diagnose(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +181,26 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=isthmus_dot_v1_dot_worker__pb2.ReloadRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_worker__pb2.ReloadResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=isthmus_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=isthmus_dot_v1_dot_worker__pb2.DropCacheRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_worker__pb2.DropCacheResponse.SerializeToString,
+            ),
+            'LogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LogLevel,
+                    request_deserializer=isthmus_dot_v1_dot_worker__pb2.LogLevelRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_worker__pb2.LogLevelResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=isthmus_dot_v1_dot_worker__pb2.DiagnoseRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_worker__pb2.DiagnoseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,6 +365,114 @@ class Worker:
             '/isthmus.v1.Worker/Reload',
             isthmus_dot_v1_dot_worker__pb2.ReloadRequest.SerializeToString,
             isthmus_dot_v1_dot_worker__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Worker/Undrain',
+            isthmus_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            isthmus_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Worker/DropCache',
+            isthmus_dot_v1_dot_worker__pb2.DropCacheRequest.SerializeToString,
+            isthmus_dot_v1_dot_worker__pb2.DropCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Worker/LogLevel',
+            isthmus_dot_v1_dot_worker__pb2.LogLevelRequest.SerializeToString,
+            isthmus_dot_v1_dot_worker__pb2.LogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Worker/Diagnose',
+            isthmus_dot_v1_dot_worker__pb2.DiagnoseRequest.SerializeToString,
+            isthmus_dot_v1_dot_worker__pb2.DiagnoseResponse.FromString,
             options,
             channel_credentials,
             insecure,

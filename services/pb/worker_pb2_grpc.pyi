@@ -37,6 +37,10 @@ class WorkerStub:
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
     Migrate: _grpc.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]
     Reload: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReloadRequest, _worker_pb2.ReloadResponse]
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    DropCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropCacheRequest, _worker_pb2.DropCacheResponse]
+    LogLevel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LogLevelRequest, _worker_pb2.LogLevelResponse]
+    Diagnose: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DiagnoseRequest, _worker_pb2.DiagnoseResponse]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -47,6 +51,10 @@ class WorkerAsyncStub(WorkerStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
     Migrate: _aio.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]  # type: ignore[assignment]
     Reload: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReloadRequest, _worker_pb2.ReloadResponse]  # type: ignore[assignment]
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    DropCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropCacheRequest, _worker_pb2.DropCacheResponse]  # type: ignore[assignment]
+    LogLevel: _aio.UnaryUnaryMultiCallable[_worker_pb2.LogLevelRequest, _worker_pb2.LogLevelResponse]  # type: ignore[assignment]
+    Diagnose: _aio.UnaryUnaryMultiCallable[_worker_pb2.DiagnoseRequest, _worker_pb2.DiagnoseResponse]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +98,33 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReloadResponse, _abc.Awaitable[_worker_pb2.ReloadResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DropCache(
+        self,
+        request: _worker_pb2.DropCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DropCacheResponse, _abc.Awaitable[_worker_pb2.DropCacheResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def LogLevel(
+        self,
+        request: _worker_pb2.LogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LogLevelResponse, _abc.Awaitable[_worker_pb2.LogLevelResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Diagnose(
+        self,
+        request: _worker_pb2.DiagnoseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DiagnoseResponse, _abc.Awaitable[_worker_pb2.DiagnoseResponse]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import redis
 from redis.backoff import NoBackoff
@@ -69,6 +69,7 @@ class WorkerLease:
         self._pending_since = 0.0
         self._state = "live"
         self._must_renew = False
+        self._must_rejoin = False
         self._is_stopping = False
         self._has_overflowed = False
         # Written by the lease thread only.
@@ -111,6 +112,14 @@ class WorkerLease:
         with self._changed:
             self._state = state
             self._must_renew = True
+            self._changed.notify()
+
+    def set_role(self, role: str) -> None:
+        """Register anew, in another pool; hints are sent again under a new generation."""
+        pack_record(role, "live", LoadReport())  # refuses an unknown role
+        with self._changed:
+            self._info = replace(self._info, role=role)
+            self._must_rejoin = True
             self._changed.notify()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -173,7 +182,9 @@ class WorkerLease:
                 now = self._clock.now()
                 due = next_renewal
                 if not self._is_down and self._slot is not None:
-                    if self._must_renew or self._has_overflowed or self._batch is not None:
+                    if self._must_renew or self._must_rejoin or self._has_overflowed:
+                        return True
+                    if self._batch is not None:
                         return True
                     if len(self._pending) >= self._config.batch_blocks:
                         return True
@@ -189,6 +200,9 @@ class WorkerLease:
         heartbeat_s = self._config.heartbeat_s
         if self._is_superseded:
             return self._clock.now() + heartbeat_s
+        if self._must_rejoin:
+            self._must_rejoin = False
+            self._slot = None  # joins again until it succeeds
         if self._slot is None or self._has_overflowed:
             self._join()
             return self._clock.now() + heartbeat_s

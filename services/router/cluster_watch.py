@@ -189,8 +189,9 @@ class ClusterWatch:
         if link is not None:
             if link.info.address == record.info.address:
                 if record.info.incarnation != link.info.incarnation:
-                    link.info = record.info  # a new life at the same address; the Link finds it
                     self.pairs.forget(worker_id)
+                # A new life at the same address, which the Link finds, or another pool.
+                link.info = record.info
                 return
             self._close_link(worker_id)
         assert self._events is not None, "polling begins in start"

@@ -14,6 +14,8 @@ from typing import TextIO
 from services.common.log_record import FIELDS_ATTRIBUTE, write_event
 from services.telemetry.redact import Redactor
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 class Logger:
     """Writes events of one module: `log.info("transfer.committed", blocks=12, ms=3.1)`."""
@@ -134,11 +136,21 @@ def setup_logging(
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
+    set_log_level(level)
+    _log_uncaught_exceptions()
+
+
+def set_log_level(level: str) -> str:
+    """Write records of this level and above from now on; return the level before."""
+    if level not in LOG_LEVELS:
+        raise ValueError(f"the level must be one of {', '.join(LOG_LEVELS)}")
+    root = logging.getLogger()
+    previous = logging.getLevelName(root.level).lower()
     root.setLevel(level.upper())
     # Chatty libraries say at info what concerns only them.
     for name in ("asyncio", "grpc", "uvicorn.error", "urllib3", "kubernetes"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
-    _log_uncaught_exceptions()
+    return previous
 
 
 def _log_uncaught_exceptions() -> None:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
+from services.common.config_source import public_values
 from services.common.errors import ConfigError, ModelFileError
 from services.common.ids import Incarnation, WorkerId, new_incarnation
 from services.common.model_manifest import read_manifest
@@ -41,6 +42,7 @@ from services.runtime.run import Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
 from services.runtime.tls import TlsIdentity, cluster_identity
 from services.telemetry.certificates import watch_expiry
+from services.telemetry.diagnostics import process_files
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
 from services.telemetry.metrics_http import MetricsServer
@@ -55,6 +57,7 @@ from services.worker.convert import load_report
 from services.worker.intake import WorkerIdentity
 from services.worker.memory_plan import MemoryPlan, plan_memory
 from services.worker.metrics import Total, count_step, watch_gauges, worker_totals
+from services.worker.operations import ROLE_WEIGHTS, WorkerOperations
 from services.worker.peer_auth import PeerAuth
 from services.worker.servicer import StaticStatus, WorkerServicer
 from services.worker.shell import WorkerShell
@@ -65,8 +68,6 @@ HOUSEKEEPING_S = 0.1
 WARM_UP_TIMEOUT_S = 120.0
 STOP_THREADS_S = 3.0
 STOP_LINKS_S = 0.5
-# A role is a weight, not a program: the other kind of work is taken too, at a smaller share.
-ROLE_WEIGHTS = {"prefill": (1.0, 0.2), "decode": (0.2, 1.0)}
 
 log = get_logger(__name__)
 
@@ -91,6 +92,7 @@ class Parts:
 
     shell: WorkerShell
     servicer: WorkerServicer
+    operations: WorkerOperations
     engine: EngineLoop
     memory: KvPoolMemory
     lease: WorkerLease
@@ -263,8 +265,10 @@ class _Worker:
             verify_digest=self._config.transfer.verify_digest,
             slot=lambda: lease.slot or 0,
             metrics_port=self._metrics_port,
+            diagnose=lambda: process_files(public_values(self._config), metrics),
         )
-        servicer = WorkerServicer(shell, status, self._clock)
+        operations = WorkerOperations(shell, lease, self._clock)
+        servicer = WorkerServicer(shell, status, self._clock, operations)
         log.info(
             "worker.loaded",
             model=manifest.name,
@@ -279,7 +283,7 @@ class _Worker:
         if self._identity is not None:
             watch_expiry(metrics, self._clock, {"cluster": self._identity.expires})
         totals = worker_totals(engine, source, sink, lease)
-        return Parts(shell, servicer, engine, memory, lease, tracing, metrics, totals)
+        return Parts(shell, servicer, operations, engine, memory, lease, tracing, metrics, totals)
 
     def _plan(self, layout: KvLayout, context_length: int) -> MemoryPlan:
         return plan_memory(
@@ -381,9 +385,8 @@ class _Worker:
     async def drain(self) -> None:
         """Leave the routers' choice, then wait for open requests and lent blocks."""
         assert self._parts is not None
-        self._parts.lease.set_state("draining")
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._parts.servicer.drain(self._config.worker.drain_s)
+        await self._parts.operations.leave(self._config.worker.drain_s)
 
     async def stop(self) -> None:
         """End what is left with a code, then free everything."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.pb import worker_pb2, worker_pb2_grpc
-from services.telemetry.logs import get_logger
+from services.telemetry.logs import LOG_LEVELS, get_logger, set_log_level
+from services.worker.operations import WorkerOperations
 from services.worker.outputs import add_outputs
 from services.worker.session import Outgoing, RouterSession
 from services.worker.shell import WorkerShell
@@ -22,12 +24,15 @@ PROTO_MIN, PROTO_MAX = 1, 1
 ATTACH_TIMEOUT_S = 5.0
 LOAD_INTERVAL_S = 0.1  # piggy-backed at most this often
 HEARTBEAT_S = 0.5  # and sent at least this often
-MAX_DRAIN_S = 600.0
 MIGRATE_TIMEOUT_S = 5.0  # the running step, mostly
+DROP_CACHE_TIMEOUT_S = 5.0  # the same
+DEFAULT_POOL_DRAIN_S = 30.0
 
 log = get_logger(__name__)
 
 # What grpc.aio calls a servicer context; its stubs are generic over both message types.
+# Any: request and response types of whichever RPC.
+AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LinkContext = grpc.aio.ServicerContext[worker_pb2.RouterFrame, worker_pb2.WorkerFrame]
 
 
@@ -40,6 +45,8 @@ class StaticStatus:
     verify_digest: str
     slot: Callable[[], int]
     metrics_port: Callable[[], int] = lambda: 0  # of /metrics; 0 = not served
+    # Files of a diagnostics bundle; to be called on the event loop.
+    diagnose: Callable[[], Mapping[str, bytes]] = dict
 
 
 class _Outbox:
@@ -82,12 +89,18 @@ class _Outbox:
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Thin: frames in, frames out; decisions live in the shell and the session."""
 
-    def __init__(self, shell: WorkerShell, status: StaticStatus, clock: Clock) -> None:
+    def __init__(
+        self,
+        shell: WorkerShell,
+        status: StaticStatus,
+        clock: Clock,
+        operations: WorkerOperations,
+    ) -> None:
         self._shell = shell
+        self._operations = operations
         self._status = status
         self._clock = clock
         self._outboxes: set[_Outbox] = set()  # of the Links that are up
-        self._drained = asyncio.Event()
 
     async def Link(
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: LinkContext
@@ -216,25 +229,34 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
         """Refuse new work and wait, within the deadline, until what is open has ended."""
-        await self.drain(min(request.deadline_ms / 1000, MAX_DRAIN_S))
+        await self._operations.drain(request.deadline_ms / 1000)
         return worker_pb2.DrainResponse(requests_open=self._shell.engine.load().requests_open)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Begin the drain and wait for open work items and lent blocks."""
-        self._shell.begin_drain()
-        end = self._clock.now() + timeout_s
-        while self._clock.now() < end:
-            load = self._shell.engine.load()
-            if load.requests_open == 0 and self._shell.num_open() == 0:
-                return
-            await asyncio.sleep(0.05)
+    async def Undrain(
+        self,
+        request: worker_pb2.UndrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.UndrainRequest, worker_pb2.UndrainResponse],
+    ) -> worker_pb2.UndrainResponse:
+        """Take new work again."""
+        try:
+            self._operations.undrain()
+        except RequestError as error:
+            await _abort(context, error)
+        return worker_pb2.UndrainResponse()
 
     async def SetRole(
         self,
         request: worker_pb2.SetRoleRequest,
         context: grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse],
     ) -> worker_pb2.SetRoleResponse:
-        """Change the shares of the step budget; nothing restarts."""
+        """Change the shares of the step budget, or the pool; nothing restarts."""
+        if request.pool:
+            drain_s = request.drain_ms / 1000 or DEFAULT_POOL_DRAIN_S
+            try:
+                await self._operations.join_pool(request.pool, drain_s)
+            except RequestError as error:
+                await _abort(context, error)
+            return worker_pb2.SetRoleResponse(role=self._shell.role.weights)
         role = request.role
         in_range = 0 <= role.prefill <= 1 and 0 <= role.decode <= 1
         if not in_range or role.prefill + role.decode <= 0:
@@ -269,3 +291,54 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.ReloadResponse:
         """Refuse: weights are loaded at start only."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "hot reload of weights is not built yet")
+
+    async def DropCache(
+        self,
+        request: worker_pb2.DropCacheRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.DropCacheRequest, worker_pb2.DropCacheResponse
+        ],
+    ) -> worker_pb2.DropCacheResponse:
+        """Forget the prefixes that no request uses."""
+        answer = asyncio.wrap_future(self._shell.engine.drop_cache())
+        try:
+            dropped, kept = await asyncio.wait_for(answer, DROP_CACHE_TIMEOUT_S)
+        except TimeoutError:
+            await _abort(
+                context, RequestError("deadline_exceeded", "the engine did not come to it")
+            )
+        log.info("worker.cache_dropped", blocks_dropped=dropped, blocks_kept=kept)
+        return worker_pb2.DropCacheResponse(blocks_dropped=dropped, blocks_kept=kept)
+
+    async def LogLevel(
+        self,
+        request: worker_pb2.LogLevelRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.LogLevelRequest, worker_pb2.LogLevelResponse],
+    ) -> worker_pb2.LogLevelResponse:
+        """Write more or less to the log from now on."""
+        if request.level not in LOG_LEVELS:
+            message = f"level must be one of {', '.join(LOG_LEVELS)}"
+            await _abort(context, RequestError("invalid_argument", message, param="level"))
+        previous = set_log_level(request.level)
+        log.warning("process.log_level", level=request.level, previous=previous)
+        return worker_pb2.LogLevelResponse(previous=previous)
+
+    async def Diagnose(
+        self,
+        request: worker_pb2.DiagnoseRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DiagnoseRequest, worker_pb2.DiagnoseResponse],
+    ) -> worker_pb2.DiagnoseResponse:
+        """Describe this process for a diagnostics bundle."""
+        return worker_pb2.DiagnoseResponse(
+            files=[
+                worker_pb2.DiagnosticFile(name=name, content=content)
+                for name, content in self._status.diagnose().items()
+            ]
+        )
+
+
+async def _abort(context: AnyContext, error: RequestError) -> NoReturn:
+    """End an RPC with the error's status; the details begin with its code."""
+    status = grpc.StatusCode[error.spec.grpc_status]
+    await context.abort(status, f"{error.spec.code}: {error.message}")
+    raise AssertionError("abort returned")

@@ -144,6 +144,10 @@ class WorkerShell:
         self.role.state = common_pb2.WORKER_STATE_DRAINING
         self.source.ask_back()
 
+    def end_drain(self) -> None:
+        """Take new work again."""
+        self.role.state = common_pb2.WORKER_STATE_LIVE
+
     async def warm_up(self) -> None:
         """Run one short request through the engine: memory is touched, rates are known."""
         assert self._loop is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -106,6 +107,11 @@ class RecordingEngine:
 
     def set_role(self, prefill_weight: float, decode_weight: float) -> None:
         self.role = (prefill_weight, decode_weight)
+
+    def drop_cache(self) -> Future[tuple[int, int]]:
+        answer: Future[tuple[int, int]] = Future()
+        answer.set_result((5, 1))
+        return answer
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         return ()
@@ -211,6 +217,19 @@ class RecordingSink:
 
     def stop(self, timeout_s: float) -> None:
         pass
+
+
+class FakeRegistration:
+    """Notes what was announced in the registry, in order."""
+
+    def __init__(self) -> None:
+        self.announced: list[str] = []
+
+    def set_state(self, state: str) -> None:
+        self.announced.append(state)
+
+    def set_role(self, role: str) -> None:
+        self.announced.append(role)
 
 
 class ShellRig:

@@ -240,3 +240,17 @@ def test_hints_name_every_fourth_block_of_a_chain_and_go_first() -> None:
     pool.allocate(1)
     assert pool.cache.take_delta() == ((), (eighth,))
     assert len(pool.cache.match([block_hash(*path[: i + 1]) for i in range(9)])) == 7
+
+
+def test_dropping_the_cache_keeps_what_is_in_use() -> None:
+    """A block in use and all before it stay cached; the rest is free and told as removed."""
+    pool = BlockPool(NUM_BLOCKS)
+    used, idle = sealed_chain(pool, 1, 2), sealed_chain(pool, 1, 3, 4, 5)
+    pool.decref(idle)
+    pool.cache.take_delta()
+    assert pool.drop_cached() == 3
+    assert pool.cache.take_delta() == ((), (block_hash(1, 3, 4, 5),))
+    assert pool.cache.match([block_hash(1), block_hash(1, 2)]) == used
+    assert pool.counts().free == NUM_BLOCKS - 2
+    pool.check_integrity()
+    assert pool.drop_cached() == 0
