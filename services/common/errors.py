@@ -59,6 +59,8 @@ _ROWS = (
               "Every queue that could take the request is full."),
     ErrorSpec("cancelled", False, "CANCELLED", 499, "request_cancelled",
               "The client went away or cancelled."),
+    ErrorSpec("killed", False, "ABORTED", 503, "server_error",
+              "An operator ended the request."),
     ErrorSpec("deadline_exceeded", False, "DEADLINE_EXCEEDED", 504, "timeout_error",
               "The request's deadline passed."),
     ErrorSpec("worker_lost", True, "UNAVAILABLE", 503, "server_error",

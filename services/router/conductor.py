@@ -26,6 +26,7 @@ from services.router.legs import Leg, Progress
 from services.router.link import LossCause, ResumePoint, WorkerLink
 from services.router.open_request import OpenRequest
 from services.router.poison import OpenWork, Quarantine, blame, prompt_digest
+from services.router.policy import Decision
 from services.router.recovery import Cure, RecoveryLimits, is_loss, plan_recovery
 from services.router.sending import Sender
 from services.router.view import WorkerView
@@ -81,6 +82,18 @@ class Conductor:
     def num_open(self) -> int:
         """Requests that are not settled."""
         return len(self._open)
+
+    def progresses(self) -> tuple[Progress, ...]:
+        """Return how far each of them has come."""
+        return tuple(request.progress for request in self._open.values())
+
+    def end(self, request_id: str, error: IsthmusError) -> bool:
+        """End one request with an error; False when none of that id is open."""
+        for request in self._open.values():
+            if request.progress.call.request_id == request_id:
+                self.fail(request, error)
+                return True
+        return False
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
@@ -332,7 +345,7 @@ class Conductor:
             return  # it ended, or was begun anew, meanwhile
         self._guard(request, partial(self._pass_on, leg=leg, reserved=reserved))
 
-    def _pass_on(self, request: OpenRequest, leg: Leg, reserved: WorkerId | None) -> None:
+    def _pass_on(self, request: OpenRequest, leg: Leg, reserved: Decision | None) -> None:
         progress = request.progress
         is_passed_on = self._sender.pass_on(progress, leg, reserved)
         if not is_passed_on and not self._sender.stay(progress, leg):

@@ -48,6 +48,7 @@ class RouterConfig:
     forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
     max_open_requests: int = 4096
     max_buffered_outputs: int = 2048  # per request; a client that lags further is cut off
+    max_reports: int = 1024  # of ended requests, kept to explain them
     max_retries: int = 1  # times a request is sent again after a refusal, before its first token
     retry_ratio: float = 0.1  # such retries over requests, beyond a small reserve
     max_losses: int = 5  # times a request goes on elsewhere after it lost its worker

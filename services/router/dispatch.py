@@ -22,6 +22,16 @@ from services.router.legs import Progress
 from services.router.open_request import OpenRequest
 from services.router.output_buffer import OutputBuffer
 from services.router.policy import MODES, RETRY_AFTER_MS, RequestFacts, choose
+from services.router.reports import (
+    RUNNING,
+    Latencies,
+    RecentRequests,
+    RequestReport,
+    RunningRequest,
+    Totals,
+    report_of,
+    running_request,
+)
 from services.router.request import LogicalRequest, TokenText
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
@@ -52,6 +62,7 @@ class Router:
         self._hooks = hooks or RouterHooks()
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
+        self._recent = RecentRequests(config.max_reports)
         self._last_number = 0
         self._warned_at = float("-inf")
         self._is_draining = False
@@ -98,6 +109,35 @@ class Router:
     def view(self) -> ClusterView:
         """Return the workers as this router sees them."""
         return self._cluster.view()
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        """Describe the requests that are open."""
+        return tuple(map(running_request, self._conductor.progresses()))
+
+    def explain(self, request_id: str) -> RequestReport | None:
+        """Tell why a request runs or ran where it did; None for one not known (any more)."""
+        for progress in self._conductor.progresses():
+            if progress.call.request_id == request_id:
+                return report_of(progress, RUNNING)
+        return self._recent.find(request_id)
+
+    def newest_reports(self, count: int) -> tuple[RequestReport, ...]:
+        """Return what is remembered of the last requests that ended, newest first."""
+        return self._recent.newest(count)
+
+    def totals(self) -> Totals:
+        """Return sums over all requests so far."""
+        return self._recent.totals(self.running())
+
+    def latencies(self) -> Latencies:
+        """Return how quick the last requests were."""
+        return self._recent.latencies(self._clock.now())
+
+    def kill(self, request_id: str) -> bool:
+        """End a request on an operator's word; False when none of that id is open."""
+        return self._conductor.end(
+            request_id, RequestError("killed", "an operator ended the request")
+        )
 
     def served_models(self) -> tuple[ServedModel, ...]:
         """Return the one model of this cluster."""
@@ -150,7 +190,9 @@ class Router:
         finally:
             if request is not None:
                 self._conductor.settle(request, "the client went away")
-            self._hooks.ended(_summary(call, request, end, error))
+            summary = _summary(call, request, end, error)
+            self._recent.add(_report(summary, request, self._clock.now()))
+            self._hooks.ended(summary)
 
     def _admit(self, call: GenerateCall) -> OpenRequest:
         _check_mode(call.force_mode)
@@ -247,6 +289,20 @@ def _summary(
     if request is None:
         return RequestSummary(call, None, end, error)
     return RequestSummary(call, request.progress.decision, end, error)
+
+
+def _report(summary: RequestSummary, request: OpenRequest | None, now: float) -> RequestReport:
+    call, error = summary.call, summary.error
+    message = error.message if error is not None else ""
+    if request is None:
+        return RequestReport(
+            call.request_id, call.tenant, call.model, call.received_at, summary.outcome, message,
+            prompt_tokens=len(call.token_ids), ended_at=now,
+        )  # fmt: skip
+    timing = summary.end.timing if summary.end is not None else None
+    return report_of(
+        request.progress, summary.outcome, message=message, timing=timing, ended_at=now
+    )
 
 
 def _pool_tokens(worker: WorkerView) -> int:

@@ -9,6 +9,7 @@ from services.common.errors import IsthmusError
 from services.common.ids import WorkerId
 from services.router.api import GenerateCall, RequestEnd
 from services.router.policy import Decision
+from services.router.timing import STAGES
 from services.router.view import ClusterView
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics, Reading
@@ -140,8 +141,7 @@ class MetricsHooks(RouterHooks):
         metrics.add(catalog.COMPLETION_TOKENS, end.completion_tokens)
         metrics.observe(catalog.TTFT, timing.ttft_us / 1e6, mode=mode)
         metrics.observe(catalog.E2E, timing.e2e_us / 1e6, mode=mode)
-        for stage in ("router", "queue_prefill", "prefill", "handoff", "queue_decode", "migration",
-                      "decode", "unattributed"):  # fmt: skip
+        for stage in STAGES:
             metrics.observe(catalog.STAGE, getattr(timing, f"{stage}_us") / 1e6, stage=stage)
         if timing.decode_worker and timing.prefill_worker:
             plane = timing.plane or "none"

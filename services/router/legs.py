@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,8 @@ from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
 from services.router.request import LogicalRequest
 from services.router.timing import Marks, StageTimes, attribute
 from services.router.wire import CONTINUE, PREFILL, WHOLE
+
+MAX_CHOICES = 8  # of workers, remembered for a request
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +90,8 @@ class Progress:
     decision: Decision | None = None
     decided: Decision | None = None  # by the store, and not acted upon yet
     route_began: float = 0.0
+    # Every choice of a worker, the newest last; a request that is moved often keeps its last ones.
+    choices: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_CHOICES))
     mode: str = ""
     reason: str = ""  # why that mode
     attempt: int = 0

@@ -126,10 +126,9 @@ class RouteDesk:
         source: WorkerView,
         number: int,
         exclude: frozenset[WorkerId],
-    ) -> WorkerId | None:
+    ) -> Decision | None:
         """Let the store choose and reserve a decode worker; None when it cannot."""
-        decision = await self._ask(facts, b"", exclude, self._rid(number) + "d", source)
-        return decision.worker.worker_id if decision is not None else None
+        return await self._ask(facts, b"", exclude, self._rid(number) + "d", source)
 
     def choose(
         self, facts: RequestFacts, depth: Mapping[WorkerId, int], exclude: frozenset[WorkerId]
@@ -140,11 +139,10 @@ class RouteDesk:
 
     def choose_decode(
         self, facts: RequestFacts, source: WorkerView, exclude: frozenset[WorkerId]
-    ) -> WorkerView | None:
+    ) -> Decision | None:
         """Choose a decode worker alone; None when nobody can take over."""
         view, links = self._around.view(), self._around.links()
-        decision = choose_decode(facts, source, view, self._policy, exclude, links)
-        return decision.worker if decision is not None else None
+        return choose_decode(facts, source, view, self._policy, exclude, links)
 
     def local_depth(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
         """Return where this router sent a prompt's prefix lately, in strides."""

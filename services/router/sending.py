@@ -56,23 +56,25 @@ class Sender:
             # Its Link broke in this very moment, or its queue is full.
             exclude |= {decision.worker.worker_id}
 
-    def pass_on(self, progress: Progress, source: Leg, reserved: WorkerId | None = None) -> bool:
+    def pass_on(self, progress: Progress, source: Leg, reserved: Decision | None = None) -> bool:
         """Pass a ticket to a decode worker, the reserved one first; False when none can take it."""
         while True:
             view = self._cluster.view()
-            prefill, worker = view.find(source.worker_id), None
+            prefill, decision = view.find(source.worker_id), None
             excluded = progress.failed | progress.lost_at
             if source.generated:
                 excluded.add(source.worker_id)  # it offers, so it should not go on there
-            if reserved is not None and reserved not in excluded:
-                worker = view.find(reserved)
+            if reserved is not None and reserved.worker.worker_id not in excluded:
+                decision = reserved
             elif prefill is not None:
-                worker = self._cluster.desk.choose_decode(
+                decision = self._cluster.desk.choose_decode(
                     progress.facts, prefill, frozenset(excluded)
                 )
-            if worker is None:
+            worker = view.find(decision.worker.worker_id) if decision is not None else None
+            if decision is None or worker is None:
                 return False
             if self._send(progress, CONTINUE, worker, source=source):
+                progress.choices.append(decision)
                 self._cluster.pairs.sent((source.worker_id, worker.worker_id), self._clock.now())
                 if not source.generated:
                     progress.marks.continued = self._clock.now()
@@ -113,6 +115,7 @@ class Sender:
         except RequestError:
             return False
         progress.attempt += 1
+        progress.choices.append(decision)
         return self._send(progress, PREFILL, decision.worker, decision=decision)
 
     def can_take(self, progress: Progress, source: WorkerView) -> bool:
@@ -146,6 +149,7 @@ class Sender:
     def _start(self, progress: Progress, decision: Decision) -> bool:
         progress.attempt += 1
         progress.mode, progress.reason = decision.mode, decision.reason
+        progress.choices.append(decision)
         if progress.decision is None:
             progress.decision = decision
         kind = PREFILL if decision.mode == REMOTE else WHOLE

@@ -90,6 +90,32 @@ class Marks:
     first_frame: float | None = None  # given to the front door
 
 
+# The stages of a request, in order; together they are its e2e time.
+STAGES = (
+    "router", "queue_prefill", "prefill", "handoff", "queue_decode", "migration", "decode",
+    "unattributed",
+)  # fmt: skip
+
+
+def ttft_stages(marks: Marks, timing: RequestTiming) -> tuple[tuple[str, int], ...]:
+    """Split the TTFT into stages that sum to it, in microseconds; () without a first frame.
+
+    `link` is what the router waited between work sent and first token beyond what the worker
+    accounts for: the way there and back, and attempts that were lost. `deliver` ends with the
+    first frame.
+    """
+    if marks.first_frame is None or marks.first_token is None or marks.sent is None:
+        return ()
+    link = _us(marks.sent, marks.first_token) - timing.queue_prefill_us - timing.prefill_us
+    return (
+        ("router", timing.router_us),
+        ("queue_prefill", timing.queue_prefill_us),
+        ("prefill", timing.prefill_us),
+        ("link", link),
+        ("deliver", _us(marks.first_token, marks.first_frame)),
+    )
+
+
 def attribute(
     marks: Marks, stages: StageTimes, ended: float, *, has_decode_report: bool
 ) -> RequestTiming:

@@ -132,7 +132,9 @@ async def test_what_ended_is_released_and_lies_are_withdrawn() -> None:
     worker = await replicas.route(1, chain)
     source = next(w for w in replicas.around.workers if w.worker_id == worker)
     facts = RequestFacts("r1", 1024, 64)
-    assert await replicas.desks[0].take_over(facts, source, 1, frozenset()) in ("d0", "d1")
+    decision = await replicas.desks[0].take_over(facts, source, 1, frozenset())
+    assert decision is not None
+    assert decision.worker.worker_id in ("d0", "d1")
     assert replicas.open_reservations == 2
     replicas.desks[0].ended(1, chain[3::4])
     await eventually(lambda: replicas.open_reservations == 0)
