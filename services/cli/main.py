@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from services.cli import (
+    admin,
     audit,
     bench,
     cert,
@@ -18,10 +19,12 @@ from services.cli import (
     config_command,
     doctor,
     exits,
+    explain,
     key,
     model,
     serve,
     status,
+    top,
     up,
 )
 
@@ -35,6 +38,8 @@ app.command("up")(up.up)
 app.command("router")(serve.router)
 app.command("worker")(serve.worker)
 app.command("status")(status.status)
+app.command("top")(top.top)
+app.command("explain")(explain.explain)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.add_typer(model.app, name="model")
@@ -43,6 +48,7 @@ app.add_typer(cert.app, name="cert")
 app.add_typer(audit.app, name="audit")
 app.add_typer(audit.usage, name="usage")
 app.add_typer(config_command.app, name="config")
+app.add_typer(admin.app, name="admin")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chaos.app, name="chaos")
 

@@ -16,6 +16,15 @@ Server = Annotated[
         envvar="ISTHMUS_SERVER", help="Router's gRPC address, HOST:PORT without a scheme."
     ),
 ]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        envvar="ISTHMUS_SERVER",
+        help="Router's gRPC address, HOST:PORT; may be repeated (in the variable: with spaces) "
+        f"to ask several. Default: {DEFAULT_SERVER}.",
+    ),
+]
 CaFile = Annotated[
     Path | None,
     typer.Option(

@@ -86,6 +86,9 @@ class RouterSettings(Section):
         False, "have a second worker do a prefill that is slow, and take whichever is first"
     )
     drain_s: float = setting(10.0, "longest wait for running requests at shutdown", unit="s", ge=0)
+    max_reports: int = setting(
+        1_024, "ended requests `isthmus explain` can tell of", unit="requests", ge=0, le=100_000
+    )
 
 
 class WorkerSettings(Section):

@@ -10,6 +10,7 @@ from pathlib import Path
 from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
+from services.common.config_source import public_values
 from services.common.model_manifest import read_manifest
 from services.gateway.access_setup import (
     Surroundings,
@@ -18,17 +19,17 @@ from services.gateway.access_setup import (
     check_access_files,
     namespaces,
 )
+from services.gateway.admin_servicer import ADMIN, AdminConfig, AdminServicer
 from services.gateway.config import GatewayConfig
 from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
 from services.gateway.trace_ids import TraceIds
 from services.kv.hashing import check_reference_vector
-from services.pb import admin_pb2_grpc
+from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
 from services.registry.schema import Keys, namespace_of
-from services.router.admin_servicer import AdminServicer
 from services.router.config import LinkConfig, LinkTls, RouterConfig
 from services.router.dispatch import Router
 from services.router.hedge import HedgeConfig
@@ -39,6 +40,7 @@ from services.runtime.run import Phases, run_service
 from services.runtime.tls import cluster_identity, door_identity
 from services.telemetry import catalog
 from services.telemetry.certificates import watch_expiry
+from services.telemetry.diagnostics import process_files
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import setup_tracing
@@ -46,7 +48,6 @@ from services.text.tokenizer import TextModel
 
 log = get_logger(__name__)
 
-ADMIN = "isthmus.v1.Admin"
 _LAST_WORDS_S = 2.0  # for the doors to write the errors of requests that did not end in time
 
 
@@ -98,6 +99,7 @@ class _RouterProcess:
                 max_open_requests=settings.max_requests,
                 max_losses=settings.max_losses,
                 hedge=HedgeConfig(enabled=settings.hedge_prefill),
+                max_reports=settings.max_reports,
                 link=LinkConfig(
                     tls=LinkTls(identity, config.tls.worker_name) if identity else None,
                     allow_plaintext=config.auth.allow_plaintext,
@@ -110,7 +112,14 @@ class _RouterProcess:
             clock,
             MetricsHooks(self._metrics),
         )
-        admin = AdminServicer(self._router, config.lease.worker_lease_ms)
+        admin = AdminServicer(
+            self._router,
+            clock,
+            AdminConfig(
+                lease_ms=config.lease.worker_lease_ms,
+                describe=lambda: process_files(public_values(config), self._metrics),
+            ),
+        )
         trace_ids = TraceIds()
         self._gateway = GatewayServer(
             ObservedRouter(self._router, self._tracing, self._metrics, clock, trace_ids),
@@ -130,7 +139,10 @@ class _RouterProcess:
             (
                 GrpcService(
                     ADMIN,
-                    ("ClusterStatus",),
+                    tuple(
+                        method.name
+                        for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods
+                    ),
                     lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
                 ),
             ),

@@ -22,22 +22,79 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from services.pb import common_pb2 as isthmus_dot_v1_dot_common__pb2
 from services.pb import worker_pb2 as isthmus_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16isthmus/v1/admin.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/worker.proto\"\x16\n\x14\x43lusterStatusRequest\"\xbb\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\x06\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x14\n\x0clease_age_ms\x18\x08 \x01(\r\x12\x1e\n\x04load\x18\t \x01(\x0b\x32\x10.isthmus.v1.Load\"\xa4\x01\n\x15\x43lusterStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.isthmus.v1.WorkerView\x12\x15\n\rrequests_open\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\x08\x12\x17\n\x0f\x64\x65graded_reason\x18\x06 \x01(\t2]\n\x05\x41\x64min\x12T\n\rClusterStatus\x12 .isthmus.v1.ClusterStatusRequest\x1a!.isthmus.v1.ClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16isthmus/v1/admin.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\x1a\x17isthmus/v1/worker.proto\"\x16\n\x14\x43lusterStatusRequest\"\xbb\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\x06\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x14\n\x0clease_age_ms\x18\x08 \x01(\r\x12\x1e\n\x04load\x18\t \x01(\x0b\x32\x10.isthmus.v1.Load\"\xef\x01\n\x15\x43lusterStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.isthmus.v1.WorkerView\x12\x15\n\rrequests_open\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\x08\x12\x17\n\x0f\x64\x65graded_reason\x18\x06 \x01(\t\x12\"\n\x06totals\x18\x07 \x01(\x0b\x32\x12.isthmus.v1.Totals\x12%\n\x06recent\x18\x08 \x01(\x0b\x32\x15.isthmus.v1.Latencies\"\x92\x01\n\x06Totals\x12\x13\n\x0brequests_ok\x18\x01 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\x04\x12\x11\n\tuptime_ms\x18\x06 \x01(\x04\"\x88\x01\n\tLatencies\x12\x11\n\twindow_ms\x18\x01 \x01(\r\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x13\n\x0bttft_p50_ms\x18\x03 \x01(\x02\x12\x13\n\x0bttft_p99_ms\x18\x04 \x01(\x02\x12\x13\n\x0btpot_p50_ms\x18\x05 \x01(\x02\x12\x13\n\x0btpot_p99_ms\x18\x06 \x01(\x02\"\x15\n\x13ListRequestsRequest\"W\n\x14ListRequestsResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.isthmus.v1.RunningRequest\"\xf3\x01\n\x0eRunningRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\r\x12\x0c\n\x04mode\x18\x06 \x01(\t\x12\x0f\n\x07workers\x18\x07 \x03(\t\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\x0c \x01(\r\"+\n\x15\x45xplainRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa9\x03\n\x16\x45xplainRequestResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x18\n\x10received_unix_ms\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x0f\n\x07retries\x18\x0b \x01(\r\x12#\n\x07\x63hoices\x18\x0c \x03(\x0b\x32\x12.isthmus.v1.Choice\x12&\n\x0bttft_stages\x18\r \x03(\x0b\x32\x11.isthmus.v1.Stage\x12\x0f\n\x07ttft_us\x18\x0e \x01(\x04\x12!\n\x06stages\x18\x0f \x03(\x0b\x32\x11.isthmus.v1.Stage\x12\x0e\n\x06\x65\x32\x65_us\x18\x10 \x01(\x04\x12\"\n\x06timing\x18\x11 \x01(\x0b\x32\x12.isthmus.v1.Timing\"d\n\x06\x43hoice\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12)\n\ncandidates\x18\x04 \x03(\x0b\x32\x15.isthmus.v1.Candidate\"\xec\x01\n\tCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63ost_s\x18\x02 \x01(\x01\x12/\n\x05terms\x18\x03 \x03(\x0b\x32 .isthmus.v1.Candidate.TermsEntry\x12/\n\x05\x66\x61\x63ts\x18\x04 \x03(\x0b\x32 .isthmus.v1.Candidate.FactsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"!\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02us\x18\x02 \x01(\x04\"(\n\x12KillRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x15\n\x13KillRequestResponse\"8\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\",\n\x13\x44rainWorkerResponse\x12\x15\n\rrequests_open\x18\x01 \x01(\r\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15UndrainWorkerResponse\"I\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08\x64rain_ms\x18\x03 \x01(\r\"A\n\x15SetWorkerRoleResponse\x12(\n\x07weights\x18\x01 \x01(\x0b\x32\x17.isthmus.v1.RoleWeights\"&\n\x11\x46lushCacheRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"A\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x62locks_dropped\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_kept\x18\x02 \x01(\r\"6\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08previous\x18\x01 \x01(\t\"\x14\n\x12\x44iagnosticsRequest\"@\n\x13\x44iagnosticsResponse\x12)\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1a.isthmus.v1.DiagnosticFile2\xc2\x06\n\x05\x41\x64min\x12T\n\rClusterStatus\x12 .isthmus.v1.ClusterStatusRequest\x1a!.isthmus.v1.ClusterStatusResponse\x12Q\n\x0cListRequests\x12\x1f.isthmus.v1.ListRequestsRequest\x1a .isthmus.v1.ListRequestsResponse\x12W\n\x0e\x45xplainRequest\x12!.isthmus.v1.ExplainRequestRequest\x1a\".isthmus.v1.ExplainRequestResponse\x12N\n\x0bKillRequest\x12\x1e.isthmus.v1.KillRequestRequest\x1a\x1f.isthmus.v1.KillRequestResponse\x12N\n\x0b\x44rainWorker\x12\x1e.isthmus.v1.DrainWorkerRequest\x1a\x1f.isthmus.v1.DrainWorkerResponse\x12T\n\rUndrainWorker\x12 .isthmus.v1.UndrainWorkerRequest\x1a!.isthmus.v1.UndrainWorkerResponse\x12T\n\rSetWorkerRole\x12 .isthmus.v1.SetWorkerRoleRequest\x1a!.isthmus.v1.SetWorkerRoleResponse\x12K\n\nFlushCache\x12\x1d.isthmus.v1.FlushCacheRequest\x1a\x1e.isthmus.v1.FlushCacheResponse\x12N\n\x0bSetLogLevel\x12\x1e.isthmus.v1.SetLogLevelRequest\x1a\x1f.isthmus.v1.SetLogLevelResponse\x12N\n\x0b\x44iagnostics\x12\x1e.isthmus.v1.DiagnosticsRequest\x1a\x1f.isthmus.v1.DiagnosticsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLUSTERSTATUSREQUEST']._serialized_start=63
-  _globals['_CLUSTERSTATUSREQUEST']._serialized_end=85
-  _globals['_WORKERVIEW']._serialized_start=88
-  _globals['_WORKERVIEW']._serialized_end=275
-  _globals['_CLUSTERSTATUSRESPONSE']._serialized_start=278
-  _globals['_CLUSTERSTATUSRESPONSE']._serialized_end=442
-  _globals['_ADMIN']._serialized_start=444
-  _globals['_ADMIN']._serialized_end=537
+  _globals['_CANDIDATE_TERMSENTRY']._loaded_options = None
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_options = b'8\001'
+  _globals['_CANDIDATE_FACTSENTRY']._loaded_options = None
+  _globals['_CANDIDATE_FACTSENTRY']._serialized_options = b'8\001'
+  _globals['_CLUSTERSTATUSREQUEST']._serialized_start=88
+  _globals['_CLUSTERSTATUSREQUEST']._serialized_end=110
+  _globals['_WORKERVIEW']._serialized_start=113
+  _globals['_WORKERVIEW']._serialized_end=300
+  _globals['_CLUSTERSTATUSRESPONSE']._serialized_start=303
+  _globals['_CLUSTERSTATUSRESPONSE']._serialized_end=542
+  _globals['_TOTALS']._serialized_start=545
+  _globals['_TOTALS']._serialized_end=691
+  _globals['_LATENCIES']._serialized_start=694
+  _globals['_LATENCIES']._serialized_end=830
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=832
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=853
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=855
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=942
+  _globals['_RUNNINGREQUEST']._serialized_start=945
+  _globals['_RUNNINGREQUEST']._serialized_end=1188
+  _globals['_EXPLAINREQUESTREQUEST']._serialized_start=1190
+  _globals['_EXPLAINREQUESTREQUEST']._serialized_end=1233
+  _globals['_EXPLAINREQUESTRESPONSE']._serialized_start=1236
+  _globals['_EXPLAINREQUESTRESPONSE']._serialized_end=1661
+  _globals['_CHOICE']._serialized_start=1663
+  _globals['_CHOICE']._serialized_end=1763
+  _globals['_CANDIDATE']._serialized_start=1766
+  _globals['_CANDIDATE']._serialized_end=2002
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=1912
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=1956
+  _globals['_CANDIDATE_FACTSENTRY']._serialized_start=1958
+  _globals['_CANDIDATE_FACTSENTRY']._serialized_end=2002
+  _globals['_STAGE']._serialized_start=2004
+  _globals['_STAGE']._serialized_end=2037
+  _globals['_KILLREQUESTREQUEST']._serialized_start=2039
+  _globals['_KILLREQUESTREQUEST']._serialized_end=2079
+  _globals['_KILLREQUESTRESPONSE']._serialized_start=2081
+  _globals['_KILLREQUESTRESPONSE']._serialized_end=2102
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2104
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2160
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=2162
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=2206
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2208
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2249
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2251
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2274
+  _globals['_SETWORKERROLEREQUEST']._serialized_start=2276
+  _globals['_SETWORKERROLEREQUEST']._serialized_end=2349
+  _globals['_SETWORKERROLERESPONSE']._serialized_start=2351
+  _globals['_SETWORKERROLERESPONSE']._serialized_end=2416
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=2418
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=2456
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=2458
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=2523
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=2525
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=2579
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=2581
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=2620
+  _globals['_DIAGNOSTICSREQUEST']._serialized_start=2622
+  _globals['_DIAGNOSTICSREQUEST']._serialized_end=2642
+  _globals['_DIAGNOSTICSRESPONSE']._serialized_start=2644
+  _globals['_DIAGNOSTICSRESPONSE']._serialized_end=2708
+  _globals['_ADMIN']._serialized_start=2711
+  _globals['_ADMIN']._serialized_end=3545
 # @@protoc_insertion_point(module_scope)

@@ -39,12 +39,111 @@ class AdminStub:
                 request_serializer=isthmus_dot_v1_dot_admin__pb2.ClusterStatusRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_admin__pb2.ClusterStatusResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/isthmus.v1.Admin/ListRequests',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/isthmus.v1.Admin/ExplainRequest',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
+        self.KillRequest = channel.unary_unary(
+                '/isthmus.v1.Admin/KillRequest',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.KillRequestRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.KillRequestResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/isthmus.v1.Admin/DrainWorker',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/isthmus.v1.Admin/UndrainWorker',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.SetWorkerRole = channel.unary_unary(
+                '/isthmus.v1.Admin/SetWorkerRole',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/isthmus.v1.Admin/FlushCache',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/isthmus.v1.Admin/SetLogLevel',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+        self.Diagnostics = channel.unary_unary(
+                '/isthmus.v1.Admin/Diagnostics',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ClusterStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainRequest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KillRequest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWorkerRole(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Diagnostics(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,6 +156,51 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClusterStatus,
                     request_deserializer=isthmus_dot_v1_dot_admin__pb2.ClusterStatusRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_admin__pb2.ClusterStatusResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'KillRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.KillRequest,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.KillRequestRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.KillRequestResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.UndrainWorkerResponse.SerializeToString,
+            ),
+            'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorkerRole,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.FlushCacheRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'Diagnostics': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnostics,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +230,249 @@ class Admin:
             '/isthmus.v1.Admin/ClusterStatus',
             isthmus_dot_v1_dot_admin__pb2.ClusterStatusRequest.SerializeToString,
             isthmus_dot_v1_dot_admin__pb2.ClusterStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/ListRequests',
+            isthmus_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/ExplainRequest',
+            isthmus_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KillRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/KillRequest',
+            isthmus_dot_v1_dot_admin__pb2.KillRequestRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.KillRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/DrainWorker',
+            isthmus_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/UndrainWorker',
+            isthmus_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/SetWorkerRole',
+            isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/FlushCache',
+            isthmus_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/SetLogLevel',
+            isthmus_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnostics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/Diagnostics',
+            isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,10 +7,11 @@ import asyncio
 import grpc.aio
 import pytest
 
+from services.common.clock import SystemClock
 from services.common.errors import RequestError
+from services.gateway.admin_servicer import AdminConfig, AdminServicer
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.base import LoadReport
-from services.router.admin_servicer import AdminServicer
 from services.router.config import RouterConfig
 from services.router.hooks import MetricsHooks
 from services.telemetry.metrics import Metrics
@@ -30,7 +31,8 @@ async def test_cluster_status_over_grpc(store_url: str) -> None:
         store_url, [prefill(), decoder(token_delay_s=0.02), wrong]
     ) as cluster:
         server = grpc.aio.server()
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(cluster.router, 2_000), server)
+        admin = AdminServicer(cluster.router, SystemClock(), AdminConfig(lease_ms=2_000))
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
