@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from services.common.access import GRPC_POLICY, check_scopes, is_open
+from services.common.access import GRPC_POLICY, Access, check_scopes, is_open
 from services.common.errors import IsthmusError
-from services.gateway.auth import Authenticator
+from services.gateway.auth import Authenticator, Caller
 from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
 from services.gateway.hooks import GatewayHooks, RequestRecord
 
@@ -34,15 +34,26 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if method in GRPC_POLICY:  # else nobody serves it
                     check_scopes(GRPC_POLICY[method], caller.scopes)
             except IsthmusError as error:
-                self._record(method, error)
+                self._record(method, error.spec.code)
                 return _refusal(error)
+            if GRPC_POLICY.get(method) is Access.ADMIN:
+                self._record(method, "ok", caller)  # who changed something must be known later
         return await continuation(handler_call_details)
 
-    def _record(self, method: str, error: IsthmusError) -> None:
-        # No handler will: it is never reached. Names nobody serves stay out of the labels.
+    def _record(self, method: str, code: str, caller: Caller | None = None) -> None:
+        # No handler does: those of refused calls are never reached, the admin service has no hooks.
+        # Names nobody serves stay out of the labels.
         route = method.rpartition("/")[2] if method in GRPC_POLICY else "unknown"
+        caller = caller or Caller()
         self._hooks.request_finished(
-            RequestRecord(door="grpc", route=route, code=error.spec.code, duration_s=0.0)
+            RequestRecord(
+                door="grpc",
+                route=route,
+                code=code,
+                duration_s=0.0,
+                tenant=caller.tenant,
+                key_id=caller.key_id,
+            )
         )
 
 

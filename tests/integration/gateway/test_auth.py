@@ -54,7 +54,7 @@ def admin_service() -> GrpcService:
     admin = Admin()  # type: ignore[abstract]  # only this one is called
     return GrpcService(
         "isthmus.v1.Admin",
-        ("ClusterStatus",),
+        tuple(method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods),
         lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
     )
 
