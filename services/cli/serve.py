@@ -56,7 +56,14 @@ def router(
         typer.Option(help="Run every request in this mode."),
     ] = None,
     router_id: Annotated[str | None, typer.Option(help="Name of this replica.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes that share the two ports.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="First port of the processes' own /metrics; 0 = any.")
+    ] = None,
     log_level: LogLevel = None,
+    member: Annotated[bool, typer.Option("--member", hidden=True)] = False,
 ) -> int:
     """Run a router: the gRPC and OpenAI front doors, and the choice of workers."""
     loaded = settings.load_serving(
@@ -70,10 +77,17 @@ def router(
             "router.http_port": http_port,
             "router.force_mode": None if force_mode is None else force_mode.value,
             "router.router_id": router_id,
+            "router.processes": processes,
+            "router.metrics_port": metrics_port,
             "telemetry.log_level": log_level,
         },
     )
     _set_up_logs(loaded, {"router_id": loaded.router.router_id})
+    if loaded.router.processes > 1 and not member:
+        from services.cli.router_group import run_group
+
+        settings.check_files(loaded)
+        return run_group(loaded)
     from services.gateway.main import run_router
     from services.models.catalog import resolve
 

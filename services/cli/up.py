@@ -49,6 +49,9 @@ def up(
     routers: Annotated[int, typer.Option(min=1, max=16, help="Routers to start.")] = 1,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="Prefill workers to start.")] = 1,
     decode: Annotated[int, typer.Option(min=0, max=64, help="Decode workers to start.")] = 1,
+    router_processes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes of each router, on its ports.")
+    ] = None,
     redis: StoreUrl = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads per worker; default: cores / workers.")
@@ -80,6 +83,7 @@ def up(
             "store.url": redis,
             "router.grpc_port": grpc_port,
             "router.http_port": http_port,
+            "router.processes": router_processes,
             "router.force_mode": None if force_mode is None else force_mode.value,
             "worker.device": device,
             "worker.dtype": dtype,

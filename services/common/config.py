@@ -57,6 +57,23 @@ class RouterSettings(Section):
     grpc_port: int = setting(50051, "port of the gRPC front door; 0 = any free", ge=0, le=65_535)
     http_host: str = setting("127.0.0.1", "address the HTTP front door binds", public=True)
     http_port: int = setting(8000, "port of the HTTP front door; 0 = any free", ge=0, le=65_535)
+    processes: int = setting(
+        1,
+        "processes that share the two ports; each has its own /metrics",
+        unit="processes",
+        ge=1,
+        le=64,
+    )
+    metrics_port: int | None = setting(
+        None,
+        "port of each process's own /metrics, besides the front door's: of the first process, "
+        "further ones take the next; 0 = any free, null = none",
+        ge=0,
+        le=65_535,
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", "address that /metrics binds; it asks for no key", public=True
+    )
     force_mode: Literal["", "REMOTE", "LOCAL", "STAY"] = setting(
         "", "run every request in this mode; empty = by predicted cost"
     )

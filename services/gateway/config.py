@@ -20,6 +20,7 @@ class GatewayConfig:
     namespaces: Namespaces = field(default_factory=lambda: Namespaces(random_secret()))
     tls: TlsIdentity | None = None  # None = plaintext
     accounting: Accounting | None = None  # None = no limits of tenants, no usage, no audit log
+    shares_ports: bool = False  # with other processes of this router, by SO_REUSEPORT
     max_message_bytes: int = 16 << 20  # gRPC, both ways
     max_concurrent_streams: int = 1000  # per gRPC connection
     max_connection_age_s: float = 1800.0

@@ -43,6 +43,7 @@ from services.telemetry.certificates import watch_expiry
 from services.telemetry.diagnostics import process_files
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
+from services.telemetry.metrics_http import MetricsServer
 from services.telemetry.tracing import setup_tracing
 from services.text.tokenizer import TextModel
 
@@ -77,6 +78,8 @@ class _RouterProcess:
         text = TextModel.load(model_dir)
         self._metrics = Metrics.enabled()
         self._metrics.begin(catalog.ROUTER_TOTALS)
+        self._metrics.watch(catalog.ROUTER_INFO, lambda: ((1.0, {"router_id": router_id}),))
+        self._metrics_server: MetricsServer | None = None
         self._tracing = setup_tracing(config.telemetry, service="router", instance=router_id)
         self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
         self._reader = RedisRegistryReader(
@@ -131,6 +134,7 @@ class _RouterProcess:
                 auth=auth_config(config),
                 namespaces=names,
                 accounting=accounting(config, names, around),
+                shares_ports=settings.processes > 1,
                 max_concurrent_streams=settings.max_concurrent_streams,
                 max_connection_age_s=settings.max_connection_age_s,
             ),
@@ -161,6 +165,17 @@ class _RouterProcess:
         gc.collect()
         gc.freeze()
         log.info("router.listening", grpc_port=ports.grpc_port, http_port=ports.http_port)
+        self._serve_metrics()
+
+    def _serve_metrics(self) -> None:
+        """Last of all: to whoever supervises several of us, this port means that we listen."""
+        settings = self._config.router
+        if settings.metrics_port is None:
+            return
+        server = MetricsServer(self._metrics, settings.metrics_host, settings.metrics_port)
+        server.start()
+        self._metrics_server = server
+        log.info("router.metrics_listening", port=server.port)
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones end."""
@@ -171,5 +186,7 @@ class _RouterProcess:
         await self._router.stop()
         await self._gateway.stop(_LAST_WORDS_S)
         await self._reader.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
         await asyncio.to_thread(self._tracing.shutdown, 1.0)
         self._metrics.shutdown()

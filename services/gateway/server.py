@@ -105,7 +105,7 @@ class GatewayServer:
     async def start(self, grpc_address: str, http_address: str) -> BoundPorts:
         """Listen on host:port addresses (port 0 = any free one) and give the real ports."""
         await self._set_health(is_ready=False)
-        http_socket = _listen(http_address)
+        http_socket = _listen(http_address, is_shared=self._config.shares_ports)
         try:
             grpc_port = await self._start_grpc(grpc_address)
             await self._start_http(http_socket)
@@ -195,7 +195,8 @@ class GatewayServer:
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
+            # A second router on the port must fail, not share it, unless that is meant.
+            ("grpc.so_reuseport", int(config.shares_ports)),
         ]
 
     async def _start_http(self, listener: socket.socket) -> None:
@@ -259,7 +260,7 @@ class GatewayServer:
             await self._health.set(name, status)
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, *, is_shared: bool = False) -> socket.socket:
     try:
         host, port = split_host_port(address)
     except ValueError as error:
@@ -267,6 +268,8 @@ def _listen(address: str) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Connections inherit it. Without it a head and its body, written apart, wait 40 ms for
         # the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

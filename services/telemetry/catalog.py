@@ -263,6 +263,10 @@ LEASE_RENEWALS = Counter(
 
 # Every process
 BUILD_INFO = Gauge("isthmus_build_info", "1", "Version of this process.", ("version",))
+ROUTER_INFO = Gauge(
+    "isthmus_router_info", "1",
+    "Which router process answered: several may share a port.", ("router_id",),
+)  # fmt: skip
 CERT_EXPIRY = Gauge(
     "isthmus_cert_expiry_seconds", "s",
     "Time until the certificate in use ends, negative afterwards (doors, cluster).", ("use",),
