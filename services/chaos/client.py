@@ -27,6 +27,13 @@ class Heard:
     logprob_ids: dict[int, list[int]] = field(default_factory=dict)
     code: str = ""  # of the error table; "" = answered
     took_s: float = 0.0
+    migrations: int = 0  # times it went on at another worker
+
+    def forget(self) -> None:
+        """Begin anew: the request is sent once more."""
+        for heard in (self.token_ids, self.text, self.ends, self.logprob_ids):
+            heard.clear()
+        self.code, self.took_s, self.migrations = "", 0.0, 0
 
     @property
     def answer(self) -> object:
@@ -66,6 +73,8 @@ def _take(heard: Heard, frame: inference_pb2.GenerateFrame) -> None:
         ids.extend(np.frombuffer(frame.token_ids, dtype="<u4").tolist())
     heard.text[frame.choice] = heard.text.get(frame.choice, "") + frame.text
     heard.logprob_ids.setdefault(frame.choice, []).extend(e.token_id for e in frame.logprobs)
+    if frame.HasField("timing"):
+        heard.migrations = frame.timing.migrations
     if frame.HasField("finish"):
         if frame.choice in heard.ends:
             raise StreamBroken("a choice ended twice")

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 
 from services.bench.cancel import REST_BAR_MS, Look, freed
-from services.bench.result import Bar, BenchFailed, BenchResult, Figure
+from services.bench.result import Bar, BenchResult, Figure
 from services.chaos.client import call
 from services.chaos.fault_schedule import (
     DELAY_S,
@@ -35,7 +35,7 @@ from services.chaos.known_load import (
     computed_answers,
     make_bodies,
 )
-from services.chaos.rig import MODEL, SCRIPTED, Rig, RigPlan, RigWorker
+from services.chaos.rig import MODEL, SCRIPTED, Rig, RigPlan, RigWorker, held
 from services.chaos.scripted_model import make_scripted_model
 from services.common.model_manifest import read_manifest
 from services.common.progress import Progress, silent
@@ -187,7 +187,7 @@ class _Attack:
         """Wait for the cluster and learn the right answers."""
         manifest = read_manifest(model_dir)
         bodies = make_bodies(campaign.seed, campaign.shape, manifest.vocab_size)
-        await _until_live(rig)
+        await rig.until_live(_LIVE_TIMEOUT_S)
         answers: list[Answer]
         if campaign.model:
             answers = await asked_answers(rig.grpc, bodies, timeout_s=60.0)
@@ -321,37 +321,31 @@ class _Attack:
         for worker in self._rig.workers:
             _heal(worker)
             self._thaw(worker)
-        await _until_live(self._rig)
-        held = await self._held()
-        while held and time.monotonic() - start < FREE_AFTER_S:
+        await self._rig.until_live(_LIVE_TIMEOUT_S)
+        left = await self._held()
+        while left and time.monotonic() - start < FREE_AFTER_S:
             await asyncio.sleep(0.02)
-            held = await self._held()
+            left = await self._held()
         self.tally.longest_idle_s = max(self.tally.longest_idle_s, time.monotonic() - start)
-        if held:
-            self.tally.num_leaked += sum(held.values())
-            self.tally.notes.append(f"held {FREE_AFTER_S:.0f} s after the last call: {held}")
+        if left:
+            self.tally.num_leaked += sum(left.values())
+            self.tally.notes.append(f"held {FREE_AFTER_S:.0f} s after the last call: {left}")
             return
         for _ in range(self._campaign.probes_a_check):
             await self._probe_cancel()
 
     async def _held(self) -> dict[str, int]:
         """Blocks, transfers and requests that live workers hold; a dead one holds nothing."""
-        statuses = await asyncio.gather(*(worker.status() for worker in self._rig.workers))
-        held = {}
-        for worker, status in zip(self._rig.workers, statuses, strict=True):
-            if status is None:
-                held[worker.name] = 1  # not answering is not free
-                continue
-            self.tally.planes.update(status.planes.values())
-            count = status.blocks_in_use + status.transfers_open + status.requests_open
-            if count:
-                held[worker.name] = count
-        return held
+        statuses = await self._rig.statuses()
+        for status in statuses.values():
+            if status is not None:
+                self.tally.planes.update(status.planes.values())
+        return held(statuses)
 
     async def _probe_cancel(self) -> None:
         """Cancel one long request somewhere on its way; time until both sides are free."""
         # The probe before may have met a point, and a worker that is starting answers nobody.
-        await _until_live(self._rig)
+        await self._rig.until_live(_LIVE_TIMEOUT_S)
         if await self._held():
             return
         before = self._disturbances()
@@ -427,14 +421,6 @@ def _heal(worker: RigWorker) -> None:
     faults = worker.proxy.faults
     faults.is_silent, faults.delay_s = False, 0.0
     faults.flip_every_bytes, faults.duplicate_share = 0, 0.0
-
-
-async def _until_live(rig: Rig) -> None:
-    end = time.monotonic() + _LIVE_TIMEOUT_S
-    while await rig.num_live() < len(rig.workers):
-        if time.monotonic() > end or not rig.router_is_running:
-            raise BenchFailed(f"not all workers live in {_LIVE_TIMEOUT_S} s\n{rig.tails()}")
-        await asyncio.sleep(0.05)
 
 
 # -- the result --------------------------------------------------------------------------------

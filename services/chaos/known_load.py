@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -20,6 +20,7 @@ from services.pb import inference_pb2, inference_pb2_grpc
 
 Body = inference_pb2.GenerateRequest
 Answer = dict[int, list[int]]
+Ask = Callable[[Body, float, str, Heard], Awaitable[None]]  # body, time limit, mode, what is heard
 
 GRACE_S = 2.0  # past its deadline a request counts as hung
 _CANCELLED_SHARE = 0.15
@@ -114,6 +115,7 @@ class Findings:
     num_wrong: int = 0
     num_broken: int = 0
     num_hung: int = 0
+    num_migrations: int = 0
     slowest_s: float = 0.0
     codes: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # of what was wrong, a few
@@ -130,6 +132,7 @@ class Findings:
             self.num_hung += 1
             self.note(f"{_name(body)}: {heard.took_s:.1f} s, {heard.code or 'answered'}")
         self.num_answered += is_answered
+        self.num_migrations += heard.migrations
         self.num_cancelled += was_cancelled
         if heard.code:
             self.codes[heard.code] += 1
@@ -184,17 +187,25 @@ class KnownLoad:
         """One client, until `stop`."""
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            while True:
-                await self._may_send.wait()
-                if self._is_over:
-                    return
-                self._num_running += 1
-                try:
-                    await self._one(stub)
-                finally:
-                    self._num_running -= 1
 
-    async def _one(self, stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
+            async def ask(body: Body, limit_s: float, mode: str, heard: Heard) -> None:
+                await call(stub, body, timeout_s=limit_s, mode=mode, heard=heard)
+
+            await self.ask_on(ask)
+
+    async def ask_on(self, ask: Ask) -> None:
+        """Ask one question after the other, until `stop`."""
+        while True:
+            await self._may_send.wait()
+            if self._is_over:
+                return
+            self._num_running += 1
+            try:
+                await self._one(ask)
+            finally:
+                self._num_running -= 1
+
+    async def _one(self, ask: Ask) -> None:
         rng, findings = self._rng, self.findings
         index = rng.randrange(len(self._bodies))
         body = self._bodies[index]
@@ -202,7 +213,7 @@ class KnownLoad:
         mode = "REMOTE" if rng.random() < _REMOTE_SHARE else ""
         patience_s = rng.expovariate(1 / 0.1) if rng.random() < _CANCELLED_SHARE else limit_s * 2
         heard = Heard()
-        task = asyncio.create_task(call(stub, body, timeout_s=limit_s, mode=mode, heard=heard))
+        task = asyncio.ensure_future(ask(body, limit_s, mode, heard))
         await asyncio.wait([task], timeout=patience_s)
         was_cancelled = task.cancel()
         try:

@@ -6,9 +6,11 @@ every KV port, and arms a fault point in a worker's next life.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ import grpc.aio
 import psutil
 from pydantic import SecretStr
 
+from services.bench.result import BenchFailed
 from services.chaos.forking import Forks
 from services.chaos.scripted_worker import SPEED_VARIABLE
 from services.chaos.tcp_proxy import TcpProxy
@@ -36,13 +39,14 @@ from services.runtime.runtime_dir import RuntimeDir
 HOST = "127.0.0.1"
 RPC_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 8.0
+Statuses = Mapping[str, worker_pb2.StatusResponse | None]
 SCRIPTED: tuple[str, ...] = ("services.chaos.scripted_worker",)
 MODEL: tuple[str, ...] = ("services.cli.main", "worker")
 _PLANES = {
     "prefill": ("attach,memfd,zmq", "zmq"),
     "decode": ("memfd,zmq", "attach,memfd,zmq"),
 }
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
@@ -57,6 +61,7 @@ class RigPlan:
     model_dir: Path
     prefill: int = 2
     decode: int = 2
+    routers: int = 1
     program: Sequence[str] = SCRIPTED
     threads: int = 1
     speed: str = ""  # of scripted workers; empty = their default
@@ -102,9 +107,9 @@ class RigWorker:
         self._argv, self._log = argv, rig_dir / f"{name}.log"
         self._launch = launch
         self.child = Child(name, argv, self._environ, self._log, launch)
-        self.channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
+        self.channel = grpc.aio.insecure_channel(self.grpc, options=CHANNEL_OPTIONS)
 
-    def spawn(self, point: str) -> None:
+    def spawn(self, point: str = "") -> None:
         """Begin the next life, with a fault point armed, or none if it is empty."""
         self.point = point
         environ = {**self._environ, VARIABLE: point} if point else self._environ
@@ -142,6 +147,46 @@ class RigWorker:
             port.release()
 
 
+class RigRouter:
+    """One router through all its lives, on the same ports."""
+
+    def __init__(self, name: str, rig_dir: Path) -> None:
+        self.name = name
+        self._ports = grpc_port, http_port = HeldPort(HOST), HeldPort(HOST)
+        self.grpc = f"{HOST}:{grpc_port.number}"
+        environ = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")},
+            "ISTHMUS_ROUTER__ROUTER_ID": name,
+            "ISTHMUS_ROUTER__GRPC_PORT": str(grpc_port.number),
+            "ISTHMUS_ROUTER__HTTP_PORT": str(http_port.number),
+        }
+        argv = [sys.executable, "-P", "-m", "services.cli.main", "router"]
+        argv += ["--config", str(rig_dir / "rig.yaml")]
+        self.child = Child(name, argv, environ, rig_dir / f"{name}.log")
+        self._channel = grpc.aio.insecure_channel(self.grpc, options=CHANNEL_OPTIONS)
+
+    def spawn(self) -> None:
+        """Begin the next life."""
+        self.child.spawn()
+
+    async def num_live(self) -> int:
+        """Workers it uses; 0 while it does not answer."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            answer = await stub.ClusterStatus(
+                admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return 0
+        return sum(worker.state == "live" for worker in answer.workers)
+
+    async def close(self) -> None:
+        """Let go of its channel and ports, once the process has ended."""
+        await self._channel.close()
+        for port in self._ports:
+            port.release()
+
+
 class Rig:
     """Starts on entry, ends on exit; enter it on the main thread (children die with it)."""
 
@@ -150,8 +195,12 @@ class Rig:
         self._plan = plan
         self._first_point = first_point
         self.workers: list[RigWorker] = []
-        self._grpc_port, self._http_port = HeldPort(HOST), HeldPort(HOST)
-        self.grpc = f"{HOST}:{self._grpc_port.number}"
+        self.routers: list[RigRouter] = []
+
+    @property
+    def grpc(self) -> str:
+        """Address of the first router."""
+        return self.routers[0].grpc
 
     async def __aenter__(self) -> Self:
         """Start everything; `all_live` says when it is ready."""
@@ -160,22 +209,18 @@ class Rig:
         # A real model's worker has threads when it is loaded: no fork would be whole.
         self._forks = Forks() if self._plan.program == SCRIPTED else None
         try:
-            self._store = EmbeddedStore.start(path)
+            self.store = EmbeddedStore.start(path)
             self._write_config(path / "rig.yaml")
-            argv = [sys.executable, "-P", "-m", "services.cli.main", "router"]
-            argv += ["--config", str(path / "rig.yaml")]
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")}
-            self._router = Child("router", argv, environ, path / "router.log")
-            self._router.spawn()
+            for index in range(self._plan.routers):
+                self.routers.append(RigRouter(f"router-{index}", path))
+                self.routers[-1].spawn()
             launch = launch_program if self._forks is None else self._forks.launch
             for name, role, planes in _names(self._plan):
                 worker = RigWorker(name, role, planes, self._plan, path, launch)
                 self.workers.append(worker)
                 worker.spawn(self._first_point(worker))
-            self._channel = grpc.aio.insecure_channel(self.grpc, options=_CHANNEL_OPTIONS)
         except BaseException:
             self._close_forks()
-            self._release_ports()
             self._runtime.remove()
             raise
         return self
@@ -189,33 +234,39 @@ class Rig:
         """End every process and remove every file."""
         for worker in self.workers:
             worker.stop()
-        self._router.send(signal.SIGTERM)
-        for child in (*(worker.child for worker in self.workers), self._router):
+        for router in self.routers:
+            router.child.send(signal.SIGCONT)
+            router.child.send(signal.SIGTERM)
+        for child in self._children():
             if not child.wait(STOP_TIMEOUT_S):
                 child.send(signal.SIGKILL)
                 child.wait(STOP_TIMEOUT_S)
         self._close_forks()
         for worker in self.workers:
             await worker.close()
-        await self._channel.close()
-        self._store.stop()
-        self._release_ports()
+        for router in self.routers:
+            await router.close()
+        self.store.stop()
         self._runtime.remove()
 
     def _close_forks(self) -> None:
         if self._forks is not None:
             self._forks.close()
 
-    def _release_ports(self) -> None:
-        self._grpc_port.release()
-        self._http_port.release()
+    def _children(self) -> list[Child]:
+        routers = [router.child for router in self.routers]
+        return routers + [worker.child for worker in self.workers]
+
+    def start_store_again(self) -> None:
+        """Begin another life of the store, empty, at the same address; waits until it answers."""
+        self.store.stop()
+        self.store = EmbeddedStore.start(self._runtime.path)
 
     def _write_config(self, path: Path) -> None:
-        ports = {"grpc_port": self._grpc_port.number, "http_port": self._http_port.number}
         sections: dict[str, dict[str, object]] = {
             "model": {"name": str(self._plan.model_dir)},
-            "store": {"url": SecretStr(self._store.url)},
-            "router": {**ports, "drain_s": 0.5},
+            "store": {"url": SecretStr(self.store.url)},
+            "router": {"drain_s": 0.5},
             "worker": {"threads": self._plan.threads, "drain_s": 0.5},
             "telemetry": {"log_level": "warning"},
         }
@@ -227,25 +278,45 @@ class Rig:
             file.write(dump_yaml(config))
 
     @property
-    def router_is_running(self) -> bool:
-        """The router is never attacked: its death is a finding."""
-        return self._router.is_running
+    def routers_are_running(self) -> bool:
+        """Where routers are not attacked, the death of one is a finding."""
+        return all(router.child.is_running for router in self.routers)
 
     def tails(self) -> str:
         """The last log lines of every process, for a failure's report."""
-        children = (self._router, *(worker.child for worker in self.workers))
-        return "\n".join(f"[{c.name}] {line}" for c in children for line in c.tail(6))
+        return "\n".join(f"[{c.name}] {line}" for c in self._children() for line in c.tail(6))
 
     async def num_live(self) -> int:
-        """Workers the router uses."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            answer = await stub.ClusterStatus(
-                admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError:
-            return 0
-        return sum(worker.state == "live" for worker in answer.workers)
+        """Workers that every router uses."""
+        return min(await asyncio.gather(*(router.num_live() for router in self.routers)))
+
+    async def until_live(self, timeout_s: float) -> None:
+        """Wait until every router uses every worker.
+
+        Raises:
+            BenchFailed: they do not in time, or a router has died meanwhile.
+        """
+        end = time.monotonic() + timeout_s
+        while await self.num_live() < len(self.workers):
+            if time.monotonic() > end or not self.routers_are_running:
+                raise BenchFailed(f"not all workers live in {timeout_s} s\n{self.tails()}")
+            await asyncio.sleep(0.05)
+
+    async def statuses(self) -> Statuses:
+        """Counters of every worker; None of one that does not answer."""
+        answers = await asyncio.gather(*(worker.status() for worker in self.workers))
+        return {w.name: status for w, status in zip(self.workers, answers, strict=True)}
+
+
+def held(statuses: Statuses) -> dict[str, int]:
+    """Blocks, transfers and requests that workers hold; not answering is not free."""
+    counts = {
+        name: 1
+        if status is None
+        else status.blocks_in_use + status.transfers_open + status.requests_open
+        for name, status in statuses.items()
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def _names(plan: RigPlan) -> Sequence[tuple[str, str, str]]:

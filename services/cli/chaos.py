@@ -20,6 +20,7 @@ app = typer.Typer(help="Break a cluster on purpose and look for damage.", no_arg
 MAX_FAULTS = 1_000_000
 MAX_TRANSFERS = 100_000_000
 MAX_JOBS = 1_024
+MAX_SECONDS = 86_400.0
 
 Seed = Annotated[int, typer.Option(min=0, help="Same seed, same run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON object and nothing else.")]
@@ -56,6 +57,26 @@ def handoff(
     directory = prepare_model(model, MODEL_PROMPT + PROBE_TOKENS) if model else ""
     progress = Progress()
     campaign = usual_campaign(seed, faults, directory, allowed)
+    result = run(campaign, lambda line, share: _show(progress, line, share, json))
+    return show_result(result, progress)
+
+
+@app.command("router")
+def router(
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Same seed, same plan of faults; what they meet is up to timing."),
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=MAX_SECONDS, help="How long to attack.")
+    ] = 60.0,
+    json: Json = False,
+) -> int:
+    """Kill, freeze and restart every process of a cluster in turn; no client may notice."""
+    from services.chaos.router import RouterCampaign, run
+
+    progress = Progress()
+    campaign = RouterCampaign(seed, seconds)
     result = run(campaign, lambda line, share: _show(progress, line, share, json))
     return show_result(result, progress)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from services.bench.local_cluster import LocalCluster as Cluster
+from services.pb import inference_pb2, inference_pb2_grpc
 from services.text.tokenizer import TextModel
-from tests.support.generate import Answer, generate, request
+from tests.support.generate import Answer, collect, generate, request
 from tests.support.prompts import MAX_TOKENS, Prompt, fixed_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -137,3 +143,57 @@ def test_stages_sum_to_the_whole(pair: Cluster, prompts: list[Prompt]) -> None:
     assert timing.prefill_chunks > 1
     assert timing.prefill_worker
     assert timing.decode_worker
+
+
+def test_answers_outlive_their_decode_worker(
+    pair: Cluster, single: Cluster, prompts: list[Prompt], expected: dict[str, list[int]]
+) -> None:
+    """G1, G6: killed in mid-answer, greedy, sampled and with several choices; the last test here.
+
+    No decode worker is left, so all of it ends at the prefill worker, from the very next token.
+    """
+    shapes: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.8, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+        {"temperature": 0.8, "seed": 7, "n": 2},
+    ]
+    bodies = [
+        request(prompt.token_ids, max_tokens=60, ignore_eos=True, **shape)  # type: ignore[arg-type]  # n is an int
+        for prompt, shape in zip(prompts[:6], shapes * 2, strict=True)
+    ]
+    alone = [generate(single.grpc, body) for body in bodies]
+    known = expected[prompts[0].name]
+    assert alone[0].token_ids[0][: len(known)] == known
+    victim = next(w for w in pair.worker_statuses() if w.role.decode > w.role.prefill)
+    under_way = threading.Event()
+
+    def ask(body: inference_pb2.GenerateRequest) -> Answer:
+        with grpc.insecure_channel(pair.grpc) as channel:
+            frames = inference_pb2_grpc.InferenceStub(channel).Generate(body, timeout=120)
+            return collect(_noting(frames, under_way))
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = pool.map(ask, bodies)
+        assert under_way.wait(60)
+        os.kill(victim.pid, signal.SIGKILL)
+        moved = 0
+        for answer, right in zip(answers, alone, strict=True):
+            assert answer.token_ids == right.token_ids
+            assert answer.text == right.text
+            assert answer.finish == right.finish
+            assert answer.usage is not None
+            assert right.usage is not None
+            assert answer.usage.prompt_tokens == right.usage.prompt_tokens
+            assert answer.usage.completion_tokens == right.usage.completion_tokens
+            assert answer.timing is not None
+            moved += answer.timing.migrations
+    assert moved > 0
+
+
+def _noting(
+    frames: Iterable[inference_pb2.GenerateFrame], under_way: threading.Event
+) -> Iterator[inference_pb2.GenerateFrame]:
+    for frame in frames:
+        if frame.first_index > 5:
+            under_way.set()
+        yield frame

@@ -318,6 +318,51 @@ async def test_a_worker_that_accepts_and_never_answers_costs_no_more_than_the_de
         cluster.assert_clean()
 
 
+async def _ticket(worker: FakeWorker, job: Job) -> None:
+    worker.send_ticket(job)
+    await never(worker, job)
+
+
+async def _first_token(worker: FakeWorker, job: Job) -> None:
+    worker.send_tokens(job, 0, 0, 1)
+    await never(worker, job)
+
+
+async def _gap(worker: FakeWorker, job: Job) -> None:
+    worker.send_tokens(job, 0, 3, 2)
+    worker.send_done(job, all_choices=False)
+    await never(worker, job)
+
+
+async def _one_end(worker: FakeWorker, job: Job) -> None:
+    worker.send_tokens(job, 0, job.work.first_index, job.work.max_tokens - job.work.first_index)
+    worker.send_done(job, 0, all_choices=False)
+    await never(worker, job)
+
+
+@pytest.mark.parametrize(
+    ("prefill_script", "decode_script"),
+    [
+        (_ticket, run_job),
+        (_ticket, never),
+        (_first_token, run_job),
+        (run_job, _gap),
+        (run_job, _one_end),
+        (_one_end, run_job),
+    ],
+)
+async def test_a_worker_that_stops_half_way_costs_no_more_than_the_deadline(
+    store_url: str, prefill_script: Any, decode_script: Any
+) -> None:
+    """G2: after a ticket, a first token, tokens with a gap, one end of two: nobody waits on."""
+    workers = [prefill(script=prefill_script), decoder(script=decode_script)]
+    async with running_cluster(store_url, workers) as cluster:
+        with pytest.raises(RequestError) as caught:
+            await asyncio.wait_for(cluster.ask(make_call(n=2, timeout_s=0.5)), 5.0)
+        assert caught.value.spec.code == "deadline_exceeded"
+        cluster.assert_clean()
+
+
 # -- poison ----------------------------------------------------------------------------------------
 
 POISON = [66] * 40
