@@ -25,7 +25,7 @@ from services.router.hooks import RouterHooks
 from services.router.legs import Leg, Progress
 from services.router.link import LossCause, ResumePoint, WorkerLink
 from services.router.open_request import OpenRequest
-from services.router.poison import OpenWork, Quarantine, blame, prompt_digest
+from services.router.poison import OpenWork, Quarantine, RecentDeaths, blame, prompt_digest
 from services.router.policy import Decision
 from services.router.recovery import Cure, RecoveryLimits, is_loss, plan_recovery
 from services.router.sending import Sender
@@ -69,6 +69,7 @@ class Conductor:
         self._hedges = RetryBudget(config.hedge.ratio, _HEDGE_RESERVE)
         self._hedge_clock = HedgeClock(config.hedge)
         self._quarantine = Quarantine(config.poison)
+        self._deaths = RecentDeaths(config.poison)
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}  # of them: those nobody can take now
         self._look_timer: asyncio.TimerHandle | None = None
@@ -572,14 +573,17 @@ class Conductor:
                 OpenWork(
                     number=request.progress.number,
                     is_new=not leg.was_heard and now - leg.sent_at < poison.new_for_s,
-                    is_suspect=request.progress.is_suspect,
+                    num_deaths=request.progress.num_deaths,
                 )
                 for request, leg in lost
-            ]
+            ],
+            self._deaths.count(now),
         )
+        self._deaths.note(now)
         for number in verdict.suspects:
             suspect = self._open[number].progress
-            suspect.is_suspect, suspect.keep_apart_until = True, now + poison.keep_apart_s
+            suspect.num_deaths += 1
+            suspect.keep_apart_until = now + poison.keep_apart_s
         if verdict.quarantined is None:
             return
         guilty = self._open[verdict.quarantined]
@@ -592,12 +596,12 @@ class Conductor:
     def _apart_from(self, progress: Progress) -> set[WorkerId]:
         """Return workers where another suspect is new: two could not be told apart there."""
         now, poison = self._clock.now(), self._config.poison
-        if not progress.is_suspect or now >= progress.keep_apart_until:
+        if now >= progress.keep_apart_until:
             return set()
         return {
             leg.worker_id
             for other in self._open.values()
-            if other.progress.is_suspect and other.progress is not progress
+            if other.progress.num_deaths and other.progress is not progress
             for leg in other.progress.legs
             if leg.is_open and not leg.was_heard and now - leg.sent_at < poison.new_for_s
         }

@@ -100,7 +100,7 @@ class Progress:
     num_migrations: int = 0
     migration_gap_us: int = 0  # the longest
     failed: set[WorkerId] = field(default_factory=set)  # not to be tried again
-    is_suspect: bool = False  # was new at a worker that died
+    num_deaths: int = 0  # of workers it was new at
     keep_apart_until: float = float("-inf")  # of a suspect: from other suspects
     lost_at: set[WorkerId] = field(default_factory=set)  # to be tried again if nobody else can
     legs: list[Leg] = field(default_factory=list)

@@ -117,6 +117,7 @@ class WorkerLink:
         self._incarnation: Incarnation | None = None
         self._slot_gen = 0
         self._is_draining = False
+        self._told_lost: Incarnation | None = None  # of which it was said, and not heard since
         self._is_gone = False  # nobody of its name listens at its address, when we last looked
         self._load: LoadReport | None = None
         self._load_at = 0.0
@@ -385,8 +386,9 @@ class WorkerLink:
         self._set_status(LinkStatus.UP, "")
         if frame.HasField("load"):
             self._take_load(frame.load)
+        self._told_lost = None if previous == incarnation else self._told_lost
         if previous is not None and previous != incarnation:
-            self._events.on_lost(self.info.worker_id, previous, None, LossCause.DIED)
+            self._tell_lost(previous, LossCause.DIED)
         elif welcome.lost:
             forgotten = list(welcome.lost)
             self._events.on_lost(self.info.worker_id, incarnation, forgotten, LossCause.FORGOTTEN)
@@ -452,7 +454,13 @@ class WorkerLink:
     def _declare_lost(self, cause: LossCause) -> None:
         assert self._incarnation is not None, "a Link that was up was welcomed"
         self._stop_grace()
-        self._events.on_lost(self.info.worker_id, self._incarnation, None, cause)
+        self._tell_lost(self._incarnation, cause)
+
+    def _tell_lost(self, incarnation: Incarnation, cause: LossCause) -> None:
+        """Say once that a life of the worker is over, as far as we are concerned."""
+        if self._told_lost != incarnation:
+            self._told_lost = incarnation
+            self._events.on_lost(self.info.worker_id, incarnation, None, cause)
 
     def _stop_grace(self) -> None:
         if self._grace_timer is not None:

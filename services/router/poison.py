@@ -10,17 +10,21 @@ shown a sign of progress at the dead worker is not to blame for its death.
    likelier the cause of the next than one that never was.
 3. If there is exactly one such suspect, it is quarantined. Several cannot be told apart, so none
    is: suspects are kept apart when they are sent again, and the next death will tell.
+4. Where workers die without it at least as often, it is not the cause: power, memory and people
+   kill workers too, and who is retried in such a storm meets one death after the other.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+_MAX_DEATHS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class PoisonConfig:
 
     new_for_s: float = 1.0  # without a sign of progress
     keep_apart_s: float = 2.0  # a suspect waits no longer than this for a worker to itself
+    storm_s: float = 60.0  # deaths of so long ago say what is usual now
     ttl_s: float = 600.0
     max_entries: int = 1024
 
@@ -39,27 +44,54 @@ class OpenWork:
 
     number: int  # of the request
     is_new: bool  # sent a moment ago, no progress seen
-    is_suspect: bool  # was new at an earlier death
+    num_deaths: int = 0  # earlier ones at which it was new as well
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who is to be suspected from now on, who is to be quarantined, and why."""
+    """Who was at one more death, who is to be quarantined instead, and why."""
 
     suspects: tuple[int, ...]
     quarantined: int | None
     reason: str
 
 
-def blame(works: Sequence[OpenWork]) -> Verdict:
-    """Judge the death of a worker by what this router had open there."""
+def blame(works: Sequence[OpenWork], num_recent: int) -> Verdict:
+    """Judge the death of a worker by what this router had open there.
+
+    Args:
+        num_recent: deaths of workers a short while before this one.
+    """
     new = [work for work in works if work.is_new]
-    suspects = [work.number for work in new if work.is_suspect]
-    if len(suspects) == 1:
-        return Verdict((), suspects[0], "only_suspect")
-    if suspects:
-        return Verdict((), None, "several_suspects")
-    return Verdict(tuple(work.number for work in new), None, "first_death" if new else "none_new")
+    suspects = [work for work in new if work.num_deaths]
+    if not suspects:
+        numbers = tuple(work.number for work in new)
+        return Verdict(numbers, None, "first_death" if new else "none_new")
+    numbers = tuple(work.number for work in suspects)
+    if len(suspects) > 1:
+        return Verdict(numbers, None, "several_suspects")
+    num_with, num_without = suspects[0].num_deaths + 1, num_recent - suspects[0].num_deaths
+    if num_without >= num_with:
+        return Verdict(numbers, None, "workers_die_anyway")
+    return Verdict((), suspects[0].number, "only_suspect")
+
+
+class RecentDeaths:
+    """How many workers died a short while ago."""
+
+    def __init__(self, config: PoisonConfig) -> None:
+        self._within_s = config.storm_s
+        self._times: deque[float] = deque(maxlen=_MAX_DEATHS)
+
+    def count(self, now: float) -> int:
+        """Return the number up to now."""
+        while self._times and now - self._times[0] > self._within_s:
+            self._times.popleft()
+        return len(self._times)
+
+    def note(self, now: float) -> None:
+        """One more."""
+        self._times.append(now)
 
 
 def prompt_digest(token_ids: npt.NDArray[np.uint32]) -> bytes:
