@@ -144,6 +144,9 @@ class WorkerSettings(Section):
     metrics_port: int | None = setting(
         None, "port of /metrics on bind_host; 0 = any free, null = none", ge=0, le=65_535
     )
+    metrics_token_file: str = setting(
+        "", "file of the bearer token /metrics asks for; reread; empty = none", public=True
+    )
     advertise_host: str = setting(
         "", "host name others reach this worker by; empty = bind_host", public=True
     )
@@ -376,6 +379,14 @@ class IsthmusConfig(Section):
                 raise ValueError(
                     f"the worker would send KV from {self.worker.bind_host} unencrypted: set "
                     "transfer.curve_key_file, or transfer.allow_plaintext_kv: true"
+                )
+            is_scraped = self.worker.metrics_port is not None
+            if is_scraped and not (
+                self.worker.metrics_token_file or self.auth.allow_unauthenticated
+            ):
+                raise ValueError(
+                    f"the worker would serve /metrics on {self.worker.bind_host} to everyone: set "
+                    "worker.metrics_token_file, or auth.allow_unauthenticated: true"
                 )
             if not (self.tls.cluster_cert_file or self.auth.allow_plaintext):
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from services.common.address import family_of, join_host_port
@@ -15,13 +16,23 @@ _REQUEST_TIMEOUT_S = 5.0
 class MetricsServer:
     """Answers GET and HEAD of /metrics on one address; everything else is 404."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        """Bind; port 0 takes any free one. Raises ConfigError when the address is taken."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        host: str,
+        port: int,
+        may_read: Callable[[str], bool] = lambda _authorization: True,
+    ) -> None:
+        """Bind; port 0 takes any free one. Raises ConfigError when the address is taken.
+
+        `may_read` judges the `authorization` header of a request; a default server asks for none.
+        """
 
         class Handler(_Handler):
             """Bound to this process's metrics."""
 
             source = metrics
+            is_allowed = staticmethod(may_read)
 
         class Server(ThreadingHTTPServer):
             """On the address family of the host."""
@@ -57,6 +68,7 @@ class MetricsServer:
 
 class _Handler(BaseHTTPRequestHandler):
     source: Metrics
+    is_allowed: Callable[[str], bool]
     timeout = _REQUEST_TIMEOUT_S
     server_version = "isthmus"
     sys_version = ""
@@ -68,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
+        if not self.is_allowed(self.headers.get("authorization", "")):
+            self.send_error(401)
+            return
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404)
             return

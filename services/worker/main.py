@@ -58,7 +58,7 @@ from services.worker.intake import WorkerIdentity
 from services.worker.memory_plan import MemoryPlan, plan_memory
 from services.worker.metrics import Total, count_step, watch_gauges, worker_totals
 from services.worker.operations import ROLE_WEIGHTS, WorkerOperations
-from services.worker.peer_auth import PeerAuth
+from services.worker.peer_auth import PeerAuth, scrape_guard
 from services.worker.servicer import StaticStatus, WorkerServicer
 from services.worker.shell import WorkerShell
 from services.worker.trace import WorkTracer
@@ -357,7 +357,8 @@ class _Worker:
         settings = self._config.worker
         if settings.metrics_port is None:
             return
-        server = MetricsServer(metrics, settings.bind_host, settings.metrics_port)
+        may_read = scrape_guard(settings.metrics_token_file, self._clock)
+        server = MetricsServer(metrics, settings.bind_host, settings.metrics_port, may_read)
         server.start()
         self._metrics_server = server
         log.info("worker.metrics_listening", port=server.port)

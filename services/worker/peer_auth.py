@@ -1,19 +1,27 @@
-"""Who may call a worker: the certificate's names against the policy table, default deny."""
+"""Who may call a worker: certificates against the policy table, a token for its metrics."""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 
 from services.common.access import GRPC_POLICY, Access
+from services.common.clock import Clock
+from services.common.errors import ConfigError
+from services.common.secret import Secret
 from services.runtime.tls import SAN
+from services.runtime.watched_file import WatchedFile
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+_MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096
 
 # Any: request and response types of whichever RPC.
 AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -55,6 +63,36 @@ def may_call(method: str, names: frozenset[str], router_names: frozenset[str]) -
     if access is Access.PEER:
         return bool(names)
     return access is Access.ROUTER and not names.isdisjoint(router_names)
+
+
+def scrape_guard(token_file: str, clock: Clock) -> Callable[[str], bool]:
+    """Say who may read /metrics, by the `authorization` header; no file = whoever gets there."""
+    if not token_file:
+        return lambda _authorization: True
+    path = Path(token_file)
+    watched = WatchedFile("worker.metrics_token_file", (path,), lambda: _read_token(path), clock)
+
+    def may_read(authorization: str) -> bool:
+        expected = b"Bearer " + watched.get().reveal()
+        return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), expected)
+
+    return may_read
+
+
+def _read_token(path: Path) -> Secret:
+    try:
+        with path.open("rb") as file:
+            token = file.read(_MAX_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"worker.metrics_token_file: {path} cannot be read ({error.strerror})"
+        ) from None
+    if not _MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
+        raise ConfigError(
+            f"worker.metrics_token_file: {path} must hold {_MIN_TOKEN_BYTES} to "
+            f"{_MAX_TOKEN_BYTES} bytes"
+        )
+    return Secret(token)
 
 
 def _names_of(context: AnyContext) -> frozenset[str]:

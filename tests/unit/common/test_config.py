@@ -99,6 +99,14 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         ({"router.http_host": "0.0.0.0", "auth.keys_file": "k"}, "without TLS"),
         ({"worker.bind_host": "10.0.0.1"}, "unencrypted"),
         ({"worker.bind_host": "10.0.0.1", "transfer.allow_plaintext_kv": True}, "without TLS"),
+        (
+            {
+                "worker.bind_host": "10.0.0.1",
+                "transfer.allow_plaintext_kv": True,
+                "worker.metrics_port": 9,
+            },
+            "/metrics on 10.0.0.1 to everyone",
+        ),
         ({"lease.heartbeat_ms": 1000}, "3 x lease.heartbeat_ms"),
         ({"limits.default_timeout_ms": 9_000_000}, "max_timeout_ms"),
     ],
