@@ -248,6 +248,27 @@ def _show(result: BenchResult, progress: Progress, *, as_json: bool) -> int:
     return result.exit_code
 
 
+@app.command("tenants")
+def tenants(
+    rounds: Annotated[int, typer.Option(min=50, max=MAX_TIMES, help="Prompts a kind.")] = 1000,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=64, max=2048, help="Length of each prompt.")
+    ] = 256,
+    seed: PromptSeed = 0,
+) -> int:
+    """Whether a tenant can tell by the clock what another one has asked; scripted workers."""
+    from services.bench.tenants import run
+    from services.chaos.scripted_model import make_scripted_model
+
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="isthmus-model-") as directory:
+        model = make_scripted_model(Path(directory) / "model")
+        result = run(
+            model, rounds=rounds, prompt_tokens=prompt_tokens, seed=seed, progress=progress
+        )
+    return show_result(result, progress)
+
+
 def _numbers(text: str, most: int) -> list[int]:
     """Read numbers from 1 to `most`, with commas between them."""
     parts = [part.strip() for part in text.split(",")]
