@@ -72,7 +72,7 @@ class RouterSettings(Section):
         le=65_535,
     )
     metrics_host: str = setting(
-        "127.0.0.1", "address that /metrics binds; it asks for no key", public=True
+        "127.0.0.1", "address that /metrics binds; it asks for the front door's keys", public=True
     )
     force_mode: Literal["", "REMOTE", "LOCAL", "STAY"] = setting(
         "", "run every request in this mode; empty = by predicted cost"
@@ -340,13 +340,15 @@ class IsthmusConfig(Section):
     @model_validator(mode="after")
     def _check_front_doors(self) -> Self:
         """A front door on the network is open or unencrypted only in so many words."""
-        exposed = [h for h in (self.router.grpc_host, self.router.http_host) if not is_loopback(h)]
-        auth = self.auth
+        router, auth = self.router, self.auth
+        exposed = [h for h in (router.grpc_host, router.http_host) if not is_loopback(h)]
+        pages = [] if router.metrics_port is None else [router.metrics_host]
+        readable = exposed + [host for host in pages if not is_loopback(host)]
         if auth.jwks_file and not (auth.jwt_issuer and auth.jwt_audience):
             raise ValueError("auth.jwks_file needs auth.jwt_issuer and auth.jwt_audience")
-        if exposed and not (auth.keys_file or auth.jwks_file or auth.allow_unauthenticated):
+        if readable and not (auth.keys_file or auth.jwks_file or auth.allow_unauthenticated):
             raise ValueError(
-                f"the router would serve {exposed[0]} without API keys: set auth.keys_file, "
+                f"the router would serve {readable[0]} without API keys: set auth.keys_file, "
                 "or auth.allow_unauthenticated: true"
             )
         if exposed and not (self.tls.cert_file or self.auth.allow_plaintext):

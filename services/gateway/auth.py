@@ -78,6 +78,14 @@ class Authenticator:
             )
         return self._by_key(credential)
 
+    def may_monitor(self, authorization: str) -> bool:
+        """Whether the bearer of this header may read figures, for a server beside the doors."""
+        try:
+            caller = self.authenticate({AUTHORIZATION.name: authorization})
+        except RequestError:
+            return False
+        return "monitor" in caller.scopes
+
     def _by_key(self, key: str) -> Caller:
         callers = self._callers.get() if self._callers is not None else {}
         found = callers.get(key_id_of(key))

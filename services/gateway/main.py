@@ -172,7 +172,12 @@ class _RouterProcess:
         settings = self._config.router
         if settings.metrics_port is None:
             return
-        server = MetricsServer(self._metrics, settings.metrics_host, settings.metrics_port)
+        server = MetricsServer(
+            self._metrics,
+            settings.metrics_host,
+            settings.metrics_port,
+            self._gateway.authenticator.may_monitor,
+        )
         server.start()
         self._metrics_server = server
         log.info("router.metrics_listening", port=server.port)

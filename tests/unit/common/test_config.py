@@ -107,6 +107,10 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
             },
             "/metrics on 10.0.0.1 to everyone",
         ),
+        (
+            {"router.metrics_port": 9, "router.metrics_host": "10.0.0.1"},
+            "10.0.0.1 without API keys",
+        ),
         ({"lease.heartbeat_ms": 1000}, "3 x lease.heartbeat_ms"),
         ({"limits.default_timeout_ms": 9_000_000}, "max_timeout_ms"),
     ],

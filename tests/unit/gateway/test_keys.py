@@ -108,6 +108,17 @@ def test_keys_end_at_their_time(tmp_path: Path) -> None:
         authenticator.authenticate(headers)
 
 
+def test_pages_beside_the_doors_are_for_keys_that_may_monitor(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    inference, _ = create_key(path, "acme", "", 0)
+    monitor, _ = create_key(path, "ops", "", 0, ("monitor",))
+    authenticator = make_authenticator(path, ManualClock())
+    assert authenticator.may_monitor(f"Bearer {monitor}")
+    for wrong in ("", "Bearer ", f"Bearer {inference}", monitor, f"Bearer {monitor}x", "\udcff"):
+        assert not authenticator.may_monitor(wrong)
+    assert make_authenticator(None, ManualClock()).may_monitor("")
+
+
 def test_file_from_before_there_were_scopes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     create_key(path, "acme", "", 0)
