@@ -27,7 +27,13 @@ from services.router.link import LossCause, ResumePoint, WorkerLink
 from services.router.open_request import OpenRequest
 from services.router.poison import OpenWork, Quarantine, RecentDeaths, blame, prompt_digest
 from services.router.policy import Decision
-from services.router.recovery import Cure, RecoveryLimits, is_loss, plan_recovery
+from services.router.recovery import (
+    Cure,
+    RecoveryLimits,
+    is_loss,
+    plan_recovery,
+    tells_of_load,
+)
 from services.router.sending import Sender
 from services.router.view import WorkerView
 from services.router.wire import CONTINUE, PREFILL, known_code, read_tokens, stage_times
@@ -337,9 +343,14 @@ class Conductor:
         """Let the store choose who takes over: it knows what all replicas have sent meanwhile."""
         progress, attempt = request.progress, request.progress.attempt
         avoided = frozenset(progress.failed | progress.lost_at)
-        reserved = await self._cluster.desk.take_over(
-            progress.facts, prefill, progress.number, avoided
-        )
+        reserved: Decision | None = None
+        try:
+            reserved = await self._cluster.desk.take_over(
+                progress.facts, prefill, progress.number, avoided
+            )
+        except Exception:
+            # Nobody hears of this task's end: the request must go on without the store.
+            log.exception("router.reserve_fault", request_id=progress.call.request_id)
         if request.is_settled or leg.has_failed or attempt != progress.attempt:
             if request.is_settled:
                 self._cluster.desk.ended(progress.number)
@@ -348,6 +359,9 @@ class Conductor:
 
     def _pass_on(self, request: OpenRequest, leg: Leg, reserved: Decision | None) -> None:
         progress = request.progress
+        if leg.is_lost:  # with the KV, while the store was asked
+            self._replace(request)
+            return
         is_passed_on = self._sender.pass_on(progress, leg, reserved)
         if not is_passed_on and not self._sender.stay(progress, leg):
             self._replace(request)
@@ -477,7 +491,7 @@ class Conductor:
             cause.message or ERROR_TABLE[code].meaning,
             retry_after_ms=cause.retry_after_ms or None,
         )
-        budget = self._losses if is_loss(code) else self._retries
+        budget = self._retries if tells_of_load(code) else self._losses
         if plan.cure is Cure.GIVE_UP or not budget.take():
             self.fail(request, error)
             return

@@ -363,6 +363,48 @@ async def test_a_worker_that_stops_half_way_costs_no_more_than_the_deadline(
         cluster.assert_clean()
 
 
+# -- the store is asked who takes over -------------------------------------------------------------
+
+
+async def test_a_fault_in_asking_the_store_costs_no_request(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_args: object) -> None:
+        raise RuntimeError("nobody expected this")
+
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        monkeypatch.setattr(cluster.router._cluster.desk, "take_over", broken)
+        call = make_call()
+        assert (await cluster.ask(call)).tokens() == reference(call)
+        cluster.assert_clean()
+
+
+async def test_a_prefill_worker_may_die_while_the_store_is_asked(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had handed off: nothing of it was open any more, and its KV is gone."""
+    answer = asyncio.Event()
+
+    async def slow(*_args: object) -> None:
+        await answer.wait()
+
+    workers = [prefill("p0"), prefill("p1"), decoder()]
+    async with running_cluster(store_url, workers) as cluster:
+        monkeypatch.setattr(cluster.router._cluster.desk, "take_over", slow)
+        call = make_call()
+        task = asyncio.create_task(cluster.ask(call))
+        await eventually(lambda: any(job.ends for job in _jobs(cluster, "prefill")))
+        (victim,) = [w for w in (cluster["p0"], cluster["p1"]) if w.jobs]
+        await asyncio.sleep(0.1)
+        await victim.kill()
+        await eventually(lambda: cluster.state_of(victim.worker_id) != "live")
+        answer.set()
+        assert (await task).tokens() == reference(call)
+        (received,) = _jobs(cluster, "continue_from")
+        assert received.work.continue_from.ticket != f"ticket of {victim.worker_id}".encode()
+        cluster.assert_clean()
+
+
 # -- poison ----------------------------------------------------------------------------------------
 
 POISON = [66] * 40
