@@ -61,7 +61,7 @@ class RouterCampaign:
     seconds: float
     clients: int = 8
     shape: LoadShape = field(
-        default_factory=lambda: LoadShape(output_lengths=(1, 2, 8, 40, 150, 400), timeout_s=20.0)
+        default_factory=lambda: LoadShape(output_lengths=(1, 8, 60, 250, 500), timeout_s=20.0)
     )
 
 

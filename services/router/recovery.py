@@ -44,6 +44,14 @@ def is_loss(code: str) -> bool:
     return code in LOSSES
 
 
+def tells_of_load(code: str) -> bool:
+    """Say whether sending again would add to what the error complains of.
+
+    A worker that is shutting down refuses whatever was on its way to it, many requests at once.
+    """
+    return not is_loss(code) and code != "draining"
+
+
 def plan_recovery(progress: Progress, leg: Leg, code: str, limits: RecoveryLimits) -> Plan:
     """Decide how a request goes on without `leg`, which has just failed with `code`."""
     if leg.kind == PREFILL:

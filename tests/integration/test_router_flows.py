@@ -276,6 +276,19 @@ async def test_refused_work_is_tried_elsewhere_once(store_url: str, code: str) -
         cluster.assert_clean()
 
 
+async def test_a_worker_that_begins_to_drain_may_refuse_any_number_at_once(
+    store_url: str,
+) -> None:
+    """G10: they were on their way to it; a budget against overload must not end them."""
+    async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
+        cluster["p0"].refuse_with = "draining"
+        calls = [make_call(prompt=[seed + 1] * 30) for seed in range(60)]
+        answers = await asyncio.gather(*(cluster.ask(call) for call in calls))
+        assert [answer.tokens() for answer in answers] == [reference(call) for call in calls]
+        assert len(cluster["p0"].jobs) > 12, "too few were refused to empty the budget"
+        cluster.assert_clean()
+
+
 async def test_client_errors_are_passed_on_and_never_retried(store_url: str) -> None:
     """RB-054: nor do they take the worker out."""
     async with running_cluster(store_url, [prefill("p0"), decoder()]) as cluster:

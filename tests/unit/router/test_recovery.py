@@ -8,7 +8,7 @@ from services.common.ids import Incarnation, WorkerId
 from services.router.booking import Booking
 from services.router.legs import Leg, Progress
 from services.router.policy import RequestFacts
-from services.router.recovery import Cure, RecoveryLimits, plan_recovery
+from services.router.recovery import Cure, RecoveryLimits, plan_recovery, tells_of_load
 from services.router.request import LogicalRequest, TokensIn
 from services.router.timing import Marks
 from services.router.wire import CONTINUE, PREFILL, WHOLE
@@ -113,3 +113,9 @@ def test_losses_and_refusals_have_limits_of_their_own() -> None:
     assert plan(leg, under_way, "overloaded")[0] is Cure.REPLACE
     under_way.num_losses = 2
     assert plan(leg, under_way, "overloaded")[1] == "losses_spent"
+
+
+def test_only_refusals_for_load_draw_on_the_small_budget() -> None:
+    """A death or a drain hits all that was open at one worker in the same moment."""
+    codes = ("overloaded", "hash_mismatch", "draining", "worker_lost", "handoff_failed")
+    assert [code for code in codes if tells_of_load(code)] == ["overloaded", "hash_mismatch"]
