@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import SecretStr, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 
 from services.common.config_source import Source, merge_sources, read_environ, read_yaml, validate
 from services.common.limits import Limits
 from services.common.settings import Section, setting
+
+_WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 
 
 class ModelSettings(Section):
@@ -106,6 +109,53 @@ class RouterSettings(Section):
     max_reports: int = setting(
         1_024, "ended requests `isthmus explain` can tell of", unit="requests", ge=0, le=100_000
     )
+
+
+class AdmissionSettings(Section):
+    """When the router starts a request, lets it wait, or refuses it with a time to come back."""
+
+    slo_ttft_ms: int = setting(
+        0,
+        "TTFT of requests that name none, beyond which they are refused; 0 = only the deadline",
+        unit="ms",
+        ge=0,
+    )
+    slo_tpot_ms: int = setting(
+        0, "the same for the mean time per token after the first; 0 = any", unit="ms", ge=0
+    )
+    slo_slack: float = setting(
+        0.8, "share of an SLO a predicted TTFT may use up", unit="share", gt=0, le=1
+    )
+    max_queued: int = setting(
+        4_096, "requests that may wait in the router; more are refused", unit="requests", gt=0
+    )
+    max_queued_bytes: int = setting(
+        128 << 20, "memory of the requests that wait", unit="bytes", ge=1 << 20
+    )
+    worker_backlog_ms: int = setting(
+        250, "prefill work a worker has in hand before more waits in the router", unit="ms", gt=0
+    )
+    worker_backlog_tokens: int = setting(
+        1_024, "the same for a slow worker: it always may have so much", unit="tokens", ge=0
+    )
+    max_decode_waiting: int = setting(
+        8, "sequences waiting at every decode worker that hold back more", unit="sequences", ge=0
+    )
+    priority_ageing_s: float = setting(
+        10.0, "waiting in the router that makes up for one level of priority", unit="s", gt=0
+    )
+    tenant_weights: tuple[str, ...] = setting(
+        (), "shares of tenants as `tenant=weight`; one not named has 1", public=True
+    )
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _check_weights(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            tenant, _, weight = entry.rpartition("=")
+            if not tenant or not _WEIGHT.fullmatch(weight) or not 0.01 <= float(weight) <= 100:
+                raise ValueError(f"{entry!r} is not tenant=weight, with a weight from 0.01 to 100")
+        return entries
 
 
 class WorkerSettings(Section):
@@ -328,6 +378,7 @@ class IsthmusConfig(Section):
     model: ModelSettings = ModelSettings()
     store: StoreSettings = StoreSettings()
     router: RouterSettings = RouterSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     worker: WorkerSettings = WorkerSettings()
     transfer: TransferSettings = TransferSettings()
     lease: LeaseSettings = LeaseSettings()

@@ -30,7 +30,7 @@ from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
 from services.registry.schema import Keys, namespace_of
-from services.router.config import LinkConfig, LinkTls, RouterConfig
+from services.router.config import LinkConfig, LinkTls, RouterConfig, admission_config
 from services.router.dispatch import Router
 from services.router.hedge import HedgeConfig
 from services.router.hooks import MetricsHooks
@@ -103,6 +103,7 @@ class _RouterProcess:
                 max_losses=settings.max_losses,
                 hedge=HedgeConfig(enabled=settings.hedge_prefill),
                 max_reports=settings.max_reports,
+                admission=admission_config(config.admission),
                 link=LinkConfig(
                     tls=LinkTls(identity, config.tls.worker_name) if identity else None,
                     allow_plaintext=config.auth.allow_plaintext,

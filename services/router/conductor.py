@@ -118,8 +118,6 @@ class Conductor:
         progress = request.progress
         self._open[progress.number] = request
         self._idle.clear()
-        for budget in (self._retries, self._losses, self._hedges):
-            budget.note_request()
         left_s = max(0.0, progress.call.deadline - self._clock.now())
         request.deadline_timer = asyncio.get_running_loop().call_later(
             left_s, self._expire, request
@@ -201,6 +199,9 @@ class Conductor:
                 failure = error
                 continue
             if len(progress.legs) == 1:
+                # Not before: what admission refuses earns nobody a retry.
+                for budget in (self._retries, self._losses, self._hedges):
+                    budget.note_request()
                 waited_s = self._clock.now() - progress.route_began
                 self._hooks.decided(progress.call, decision, waited_s)
                 self._watch_prefill(request, progress.legs[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.common.config import AdmissionSettings
 from services.common.ids import Incarnation, new_incarnation
+from services.router.admission import AdmissionConfig
 from services.router.hedge import HedgeConfig
 from services.router.poison import PoisonConfig
 from services.router.policy import PolicyConfig
@@ -56,4 +58,22 @@ class RouterConfig:
     hedge: HedgeConfig = field(default_factory=HedgeConfig)
     poison: PoisonConfig = field(default_factory=PoisonConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
+
+
+def admission_config(settings: AdmissionSettings) -> AdmissionConfig:
+    """Read the section `admission` of the configuration."""
+    weights = (entry.rpartition("=") for entry in settings.tenant_weights)
+    return AdmissionConfig(
+        max_queued=settings.max_queued,
+        max_queued_bytes=settings.max_queued_bytes,
+        slo_ttft_s=settings.slo_ttft_ms / 1000,
+        slo_tpot_s=settings.slo_tpot_ms / 1000,
+        slack=settings.slo_slack,
+        worker_backlog_s=settings.worker_backlog_ms / 1000,
+        worker_backlog_tokens=settings.worker_backlog_tokens,
+        max_decode_waiting=settings.max_decode_waiting,
+        priority_ageing_s=settings.priority_ageing_s,
+        tenant_weights={tenant: float(weight) for tenant, _, weight in weights},
+    )

@@ -16,6 +16,7 @@ from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOut
 from services.router.cluster_watch import ClusterWatch
 from services.router.conductor import Conductor
 from services.router.config import RouterConfig
+from services.router.gate import Gate
 from services.router.hint_check import check_progress
 from services.router.hooks import RequestSummary, RouterHooks
 from services.router.legs import Progress
@@ -63,6 +64,7 @@ class Router:
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._recent = RecentRequests(config.max_reports)
+        self._gate = Gate(config.admission, config.policy, self._cluster.view, clock, self._hooks)
         self._last_number = 0
         self._warned_at = float("-inf")
         self._is_draining = False
@@ -77,6 +79,7 @@ class Router:
             self._cluster.view,
             lambda: bool(self._cluster.degraded),
         )
+        self._hooks.watch_admission(lambda: self._gate.num_queued, lambda: self._gate.ttft_ratio)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let open ones end within `drain_s`, then end the rest."""
@@ -84,6 +87,7 @@ class Router:
         if drain_s > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._conductor.wait_idle(), drain_s)
+        self._gate.close()
         if self._conductor.num_open:
             self._conductor.fail_all(RequestError("draining", "the router is shutting down"))
             await asyncio.sleep(0.02)  # let the Links write the cancels
@@ -183,6 +187,7 @@ class Router:
                     output = end = self._final(request.progress)
                 elif marks.first_frame is None and isinstance(output, ChoiceDelta):
                     marks.first_frame = self._clock.now()
+                    self._gate.first_token(request.progress)
                 yield output
         except IsthmusError as failure:
             error = failure
@@ -190,6 +195,7 @@ class Router:
         finally:
             if request is not None:
                 self._conductor.settle(request, "the client went away")
+                self._gate.ended(request.progress)
             summary = _summary(call, request, end, error)
             self._recent.add(_report(summary, request, self._clock.now()))
             self._hooks.ended(summary)
@@ -237,13 +243,20 @@ class Router:
         """Look up, decide and send the first work item."""
         progress, desk = request.progress, self._cluster.desk
         progress.route_began = self._clock.now()
+        # What this router knows of prefixes is enough to guess at; the store reserves, so it is
+        # asked for those only that start now.
+        progress.depth = desk.local_depth(progress.hashes)
+        await self._gate.enter(progress)
+        if request.is_settled:
+            return  # its deadline passed, or the router stops
         route = await desk.route(progress.facts, progress.hashes, progress.number)
         if request.is_settled:
             desk.ended(progress.number)
-            return  # its deadline passed, or the router stops
+            return
         progress.decided = route.decision if route is not None else None
-        progress.depth = route.depth if route is not None else desk.local_depth(progress.hashes)
+        progress.depth = route.depth if route is not None else progress.depth
         self._conductor.begin(request)
+        self._gate.sent(progress)
         if progress.legs:
             desk.sent(progress.hashes, progress.legs[0].worker_id)
 

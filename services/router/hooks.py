@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.common.errors import IsthmusError
 from services.common.ids import WorkerId
+from services.router.admission import Admission
 from services.router.api import GenerateCall, RequestEnd
 from services.router.policy import Decision
 from services.router.timing import STAGES
@@ -34,6 +35,12 @@ class RequestSummary:
 
 class RouterHooks:
     """Base of listeners; override what you want to hear. Called on the event loop."""
+
+    def admitted(self, call: GenerateCall, admission: Admission) -> None:
+        """A request may start, has to wait, or was refused."""
+
+    def ttft_predicted(self, predicted_s: float, measured_s: float) -> None:
+        """A first token came; so long was it to take by the prediction made at arrival."""
 
     def decided(self, call: GenerateCall, decision: Decision, seconds: float) -> None:
         """A mode and a first worker were chosen, `seconds` after the request came to the router."""
@@ -74,12 +81,26 @@ class RouterHooks:
     ) -> None:  # fmt: skip
         """Gauges may be read from these."""
 
+    def watch_admission(
+        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float]
+    ) -> None:
+        """Gauges may be read from these."""
+
 
 class MetricsHooks(RouterHooks):
     """Writes the catalogue's router metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+
+    def admitted(self, call: GenerateCall, admission: Admission) -> None:
+        """Count it by what was done and why."""
+        self._metrics.add(catalog.ADMISSIONS, 1, action=admission.action, reason=admission.reason)
+
+    def ttft_predicted(self, predicted_s: float, measured_s: float) -> None:
+        """Note how far off the prediction was."""
+        if predicted_s > 0:
+            self._metrics.observe(catalog.TTFT_PREDICTION, measured_s / predicted_s)
 
     def decided(self, call: GenerateCall, decision: Decision, seconds: float) -> None:
         """Count the decision."""
@@ -168,3 +189,10 @@ class MetricsHooks(RouterHooks):
         self._metrics.watch(catalog.REQUESTS_OPEN, num_open)
         self._metrics.watch(catalog.WORKERS, workers)
         self._metrics.watch(catalog.DEGRADED, lambda: float(is_degraded()))
+
+    def watch_admission(
+        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float]
+    ) -> None:
+        """Register the gauges."""
+        self._metrics.watch(catalog.QUEUED, num_queued)
+        self._metrics.watch(catalog.TTFT_RATIO, ttft_ratio)

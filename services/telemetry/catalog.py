@@ -129,6 +129,20 @@ MIGRATION_GAP = Histogram(
 )  # fmt: skip
 
 # What the router decides, and its peers
+ADMISSIONS = Counter(
+    "isthmus_admissions_total", "requests",
+    "Requests let in, queued or refused (start, queue, refuse), with the deciding reason.",
+    ("action", "reason"),
+)  # fmt: skip
+QUEUED = Gauge("isthmus_queued", "requests", "Requests that wait in the router for a worker.")
+TTFT_PREDICTION = Histogram(
+    "isthmus_ttft_prediction_ratio", "1", "Measured TTFT over the one predicted at arrival.",
+    (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0),
+)  # fmt: skip
+TTFT_RATIO = Gauge(
+    "isthmus_ttft_correction", "1",
+    "What predicted times at workers are multiplied by: learned from measured ones.",
+)  # fmt: skip
 ROUTE_DECISIONS = Counter(
     "isthmus_route_decisions_total", "decisions", "Modes chosen, with the deciding reason.",
     ("mode", "reason"),

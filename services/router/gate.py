@@ -1,0 +1,364 @@
+"""The gate between accepted requests and the workers: lets start, lets wait, refuses.
+
+Thin: `admission` decides, `FairQueue` says who is next. A request that waits is woken when it may
+start, when it must make room for another, or when it is too late; its own task does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from services.common.clock import Clock
+from services.common.errors import RequestError
+from services.resilience.fair_queue import FairQueue, Waiting
+from services.router.admission import (
+    REFUSE,
+    START,
+    Admission,
+    AdmissionConfig,
+    Backlog,
+    DrainRate,
+    Standing,
+    TtftRatio,
+    Wish,
+    admit,
+    backlog_of,
+    clamp_retry_after,
+    is_decode_full,
+    least_gaps,
+)
+from services.router.api import GenerateCall
+from services.router.hooks import RouterHooks
+from services.router.legs import Progress
+from services.router.policy import STAY, Decision, PolicyConfig, choose, expected_tokens
+from services.router.view import ClusterView
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+LOOK_S = 0.005  # between two looks at the workers while something waits
+_ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
+_MESSAGES = {
+    "ttft_slo": "the first token would come later than the request's or the policy's SLO",
+    "tpot_slo": "tokens would come slower than the request's or the policy's SLO",
+    "deadline": "the first token would come later than the request's deadline",
+    "queue_full": "too many requests wait in this router",
+    "displaced": "the request made room for others: too many wait in this router",
+    "late": "the request's SLO for the first token passed while it waited",
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One request between its arrival and its first token."""
+
+    progress: Progress
+    pool: _Pool  # it waits for, then starts in
+    tokens: int  # it will have computed there
+    predicted_ttft_s: float = 0.0
+    turn: asyncio.Future[None] | None = None
+    waiting: Waiting | None = None  # its place in the queue
+    is_let_go: bool = False
+    sent_prediction_s: float = 0.0  # from then to the first token, before it is corrected
+    is_sent: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """What waits for the workers of one role; modes that enter by another are not held up."""
+
+    queue: FairQueue
+    drain: DrainRate = field(default_factory=DrainRate)
+    starting_tokens: int = 0  # let go, and no worker has them yet
+
+
+class Gate:
+    """Admission of one router. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        policy: PolicyConfig,
+        view: Callable[[], ClusterView],
+        clock: Clock,
+        hooks: RouterHooks,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._view = view
+        self._clock = clock
+        self._hooks = hooks
+        self._ratio = TtftRatio()
+        self._pools: dict[str, _Pool] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._by_waiting: dict[Waiting, _Entry] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    # -- questions ---------------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait here."""
+        return len(self._by_waiting)
+
+    @property
+    def ttft_ratio(self) -> float:
+        """Measured over predicted TTFT, as learned."""
+        return self._ratio.value
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the parts do not agree."""
+        for pool in self._pools.values():
+            pool.queue.check_integrity()
+            assert pool.starting_tokens >= 0
+        assert sum(len(p.queue) for p in self._pools.values()) == self.num_queued
+        starting = [e for e in self._entries.values() if e.is_let_go and not e.is_sent]
+        total = sum(p.starting_tokens for p in self._pools.values())
+        assert total == sum(e.tokens for e in starting)
+
+    # -- a request's way ---------------------------------------------------------------------
+
+    async def enter(self, progress: Progress) -> None:
+        """Return when the request may start; its hints are known.
+
+        Raises:
+            RequestError: overloaded, with a time to come back; deadline_exceeded.
+        """
+        view = self._view()
+        try:
+            decision = self._choose(progress, view)
+        except RequestError:
+            return  # nobody can take it: who sends it knows what is to be done then
+        pool, now = self._pool(decision), self._clock.now()
+        entry = _Entry(progress, pool, _uncached(progress, decision))
+        backlog = self._backlog(entry, decision, view)
+        waiting = self._waiting(entry, now)
+        wish = _wish(progress.call, self._config, now)
+        standing = self._standing(entry, waiting, backlog, view)
+        admission = admit(wish, standing, self._config)
+        if admission.reason == "queue_full" and self._make_room(pool, waiting):
+            admission = admit(wish, replace(standing, fits_queue=True), self._config)
+        entry.predicted_ttft_s = admission.predicted_ttft_s
+        self._hooks.admitted(progress.call, admission)
+        if admission.action == REFUSE:
+            raise _overloaded(admission.reason, admission.retry_after_s)
+        self._entries[progress.number] = entry
+        if admission.action == START:
+            self._let_go(entry, backlog)
+        else:
+            await self._wait(entry, waiting, admission, wish)
+
+    def sent(self, progress: Progress) -> None:
+        """A worker has been sent the request: from now on its bookings count."""
+        entry = self._entries.get(progress.number)
+        if entry is not None:
+            self._count_sent(entry)
+            self._start_others()
+
+    def first_token(self, progress: Progress) -> None:
+        """The first token is here: learn from it."""
+        entry, now = self._entries.get(progress.number), self._clock.now()
+        sent_at = progress.marks.sent
+        if entry is None or sent_at is None or progress.num_retries or progress.num_losses:
+            return  # after a retry the time says nothing of the worker it was predicted for
+        self._ratio.note(entry.sent_prediction_s, now - sent_at, now)
+        measured_s = now - progress.call.received_at
+        self._hooks.ttft_predicted(entry.predicted_ttft_s, measured_s)
+
+    def ended(self, progress: Progress) -> None:
+        """The request is over, however; idempotent."""
+        entry = self._entries.pop(progress.number, None)
+        if entry is not None:
+            self._count_sent(entry)
+        self._start_others()
+
+    def close(self) -> None:
+        """Wake whoever waits: their requests are ended by someone else."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for entry in list(self._by_waiting.values()):
+            self._wake(entry, RequestError("draining", "the router is shutting down"))
+
+    # -- waiting -----------------------------------------------------------------------------
+
+    async def _wait(
+        self, entry: _Entry, waiting: Waiting, admission: Admission, wish: Wish
+    ) -> None:
+        pool = entry.pool
+        entry.turn, entry.waiting = asyncio.get_running_loop().create_future(), waiting
+        pool.queue.add(waiting)
+        self._by_waiting[waiting] = entry
+        pool.drain.note(0, self._clock.now(), is_busy=True)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(), name="admission")
+        self._start_others()
+        is_late_first = admission.late_in_s < wish.left_s
+        try:
+            async with asyncio.timeout(min(admission.late_in_s, wish.left_s)):
+                await entry.turn
+        except TimeoutError:
+            if is_late_first:
+                raise _overloaded("late", admission.wait_s) from None
+            raise RequestError("deadline_exceeded", "the request's deadline passed") from None
+        finally:
+            self._leave_queue(entry)
+
+    def _leave_queue(self, entry: _Entry) -> None:
+        waiting, entry.waiting = entry.waiting, None
+        if waiting is None:
+            return  # it was taken
+        queue = entry.pool.queue
+        queue.remove(waiting)
+        del self._by_waiting[waiting]
+        entry.pool.drain.note(0, self._clock.now(), is_busy=len(queue) > 0)
+
+    def _wake(self, entry: _Entry, error: RequestError | None) -> None:
+        """End an entry's waiting; its task goes on in the loop's next round."""
+        self._leave_queue(entry)
+        if entry.turn is None or entry.turn.done():
+            return
+        if error is None:
+            entry.turn.set_result(None)
+        else:
+            entry.turn.set_exception(error)
+
+    def _make_room(self, pool: _Pool, newcomer: Waiting) -> bool:
+        """Send someone away for a newcomer that has more right to wait; False when none is."""
+        last = pool.queue.displaced_by(newcomer)
+        if last is None or last.size_bytes < newcomer.size_bytes - self._free_bytes():
+            return False
+        drain_s = pool.queue.cost / max(1.0, pool.drain.rate(0.0))
+        self._wake(self._by_waiting[last], _overloaded("displaced", drain_s / 2))
+        return True
+
+    def _free_bytes(self) -> int:
+        used = sum(pool.queue.size_bytes for pool in self._pools.values())
+        return self._config.max_queued_bytes - used
+
+    # -- letting go --------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Look at the workers while something waits."""
+        while self._by_waiting:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._start_others()
+            except Exception:
+                # The outermost loop: without it nobody who waits would ever start.
+                log.exception("router.admission_fault")
+
+    def _start_others(self) -> None:
+        """Let start whoever is next, as long as the workers have room."""
+        if not self._by_waiting:
+            return
+        view = self._view()
+        for pool in self._pools.values():
+            while (head := pool.queue.head()) is not None and self._try_start(pool, head, view):
+                pass
+
+    def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
+        entry, now = self._by_waiting[head], self._clock.now()
+        backlog, enters = None, pool
+        try:
+            decision = self._choose(entry.progress, view)
+        except RequestError:
+            pass  # no worker is left: who sends it says so
+        else:
+            entry.tokens, enters = _uncached(entry.progress, decision), self._pool(decision)
+            backlog = self._backlog(entry, decision, view)
+            if not backlog.has_room:
+                return False
+        pool.queue.take(head)
+        del self._by_waiting[head]
+        entry.waiting, entry.pool = None, enters
+        pool.drain.note(head.cost, now, is_busy=len(pool.queue) > 0)
+        self._let_go(entry, backlog)
+        self._wake(entry, None)
+        return True
+
+    def _let_go(self, entry: _Entry, backlog: Backlog | None) -> None:
+        entry.is_let_go = True
+        if backlog is not None:
+            entry.sent_prediction_s = backlog.worker_s + backlog.work_s
+        entry.pool.starting_tokens += entry.tokens
+
+    def _count_sent(self, entry: _Entry) -> None:
+        if entry.is_let_go and not entry.is_sent:
+            entry.is_sent = True
+            entry.pool.starting_tokens -= entry.tokens
+
+    # -- what a request would find -----------------------------------------------------------
+
+    def _choose(self, progress: Progress, view: ClusterView) -> Decision:
+        return choose(progress.facts, view, progress.depth, self._policy)
+
+    def _pool(self, decision: Decision) -> _Pool:
+        role = decision.worker.role
+        pool = self._pools.get(role)
+        if pool is None:
+            config = self._config
+            pool = _Pool(FairQueue(config.tenant_weights, config.priority_ageing_s))
+            self._pools[role] = pool
+        return pool
+
+    def _waiting(self, entry: _Entry, now: float) -> Waiting:
+        call, facts = entry.progress.call, entry.progress.facts
+        answer = expected_tokens(facts, self._policy) - facts.num_tokens
+        return Waiting(
+            tenant=call.tenant,
+            priority=call.priority,
+            cost=entry.tokens + answer,
+            size_bytes=call.token_ids.nbytes + 64 * len(entry.progress.hashes) + _ENTRY_BYTES,
+            queued_at=now,
+        )
+
+    def _backlog(self, entry: _Entry, decision: Decision, view: ClusterView) -> Backlog:
+        pool, starting = view.usable(decision.worker.role), self._pool(decision).starting_tokens
+        policy, config = self._policy, self._config
+        backlog = backlog_of(decision.worker, pool, entry.tokens, starting, policy, config)
+        if decision.mode != STAY and is_decode_full(view.usable("decode"), config):
+            return replace(backlog, has_room=False)
+        return backlog
+
+    def _standing(
+        self, entry: _Entry, waiting: Waiting, backlog: Backlog, view: ClusterView
+    ) -> Standing:
+        pool, ratio, call = entry.pool, self._ratio.value, entry.progress.call
+        queue = pool.queue
+        ahead = queue.cost_ahead(call.tenant, call.priority, waiting.cost, waiting.queued_at)
+        # Until it is measured what leaves the queue: as if all were like this request.
+        prior = backlog.pool_tok_s / ratio * waiting.cost / max(1, entry.tokens)
+        need = expected_tokens(entry.progress.facts, self._policy)
+        gap_s, idle_gap_s = least_gaps(view.usable("decode"), need, self._policy)
+        fits = self.num_queued < self._config.max_queued
+        return Standing(
+            queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
+            worker_wait_s=backlog.worker_s * ratio,
+            work_s=backlog.work_s * ratio,
+            has_room=backlog.has_room,
+            num_queued=len(queue),
+            fits_queue=fits and waiting.size_bytes <= self._free_bytes(),
+            gap_s=gap_s,
+            idle_gap_s=idle_gap_s,
+        )
+
+
+def _wish(call: GenerateCall, config: AdmissionConfig, now: float) -> Wish:
+    return Wish(
+        elapsed_s=now - call.received_at,
+        left_s=call.deadline - now,
+        slo_ttft_s=call.slo_ttft_ms / 1000 or config.slo_ttft_s,
+        slo_tpot_s=call.slo_tpot_ms / 1000 or config.slo_tpot_s,
+    )
+
+
+def _uncached(progress: Progress, decision: Decision) -> int:
+    """Prompt tokens to be computed where it starts; all of them where the terms do not say."""
+    return decision.terms[0].uncached_tokens or progress.facts.num_tokens
+
+
+def _overloaded(reason: str, retry_after_s: float) -> RequestError:
+    retry_after_ms = round(clamp_retry_after(retry_after_s) * 1000)
+    return RequestError("overloaded", _MESSAGES[reason], retry_after_ms=retry_after_ms)
