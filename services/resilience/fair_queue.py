@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-QUANTUM = 1024  # cost a tenant of weight 1 may spend in one round
+QUANTUM = 256  # cost a tenant of weight 1 may spend in one round
 
 
 @dataclass(slots=True, eq=False)
@@ -130,9 +130,9 @@ class FairQueue:
             at = bisect_right(own.waiting, self._rank(priority, now), key=_rank_of)
             ahead = own.cost - sum(w.cost for w in own.waiting[at:])
         weight = self._weights.get(tenant, 1.0)
-        rounds = (ahead + cost) / weight
+        rounds = ceil((ahead + cost) / (QUANTUM * weight))
         others = (f for f in self._ring if f is not own)
-        return ahead + sum(min(f.cost, f.weight * rounds) for f in others)
+        return ahead + sum(min(f.cost, f.weight * rounds * QUANTUM) for f in others)
 
     def displaced_by(self, newcomer: Waiting) -> Waiting | None:
         """Return what should make room for a newcomer when nothing more fits; None = nothing.

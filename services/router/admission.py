@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import exp, inf, sqrt
 
 from services.router.policy import PolicyConfig
 from services.router.view import WorkerView
@@ -19,6 +19,7 @@ MAX_RETRY_AFTER_S = 60.0
 _RATIO_TAU_S = 10.0
 _RATIO_BIAS_S = 0.05  # times this short are mostly overhead, and say nothing of the ratio
 _MIN_RATIO, _MAX_RATIO = 0.25, 8.0
+_MARGIN_DEVIATIONS = 2.0
 _DRAIN_TAU_S = 3.0
 _DRAIN_PRIOR_S = 0.5
 
@@ -62,11 +63,12 @@ class Standing:
     fits_queue: bool
     gap_s: float = 0.0  # between tokens where it would decode
     idle_gap_s: float = 0.0  # the same with nothing else there
+    margin_s: float = 0.0  # for what waits in the queue scatter
 
     @property
     def wait_s(self) -> float:
-        """All waiting before its own work begins."""
-        return self.queue_wait_s + self.worker_wait_s
+        """All waiting before its own work begins, with a margin."""
+        return self.queue_wait_s + self.margin_s + self.worker_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Admission:
 def admit(wish: Wish, standing: Standing, config: AdmissionConfig) -> Admission:
     """Decide about one request."""
     wait_s = standing.wait_s
-    predicted_s = wish.elapsed_s + wait_s + standing.work_s
+    predicted_s = wish.elapsed_s + wait_s - standing.margin_s + standing.work_s
 
     def refuse(reason: str, drain_s: float) -> Admission:
         return Admission(REFUSE, reason, predicted_s, wait_s, clamp_retry_after(drain_s))
@@ -215,6 +217,30 @@ class TtftRatio:
         measured_s = self._measured_s / self._weight + _RATIO_BIAS_S
         predicted_s = self._predicted_s / self._weight + _RATIO_BIAS_S
         return min(max(measured_s / predicted_s, _MIN_RATIO), _MAX_RATIO)
+
+
+class WaitMargin:
+    """How much longer than predicted requests wait in the queue, as far as that varies.
+
+    Waits of replicas that draw on the same workers, or behind others that come later, scatter. A
+    request that would only just be in time by the mean would be late half of the time.
+    """
+
+    def __init__(self) -> None:
+        self._at = -inf
+        self._weight = self._squares = 0.0
+
+    def note(self, predicted_s: float, waited_s: float, now: float) -> None:
+        """Learn how one prediction turned out; one that was too long counts as right."""
+        faded = exp(-max(0.0, now - self._at) / _RATIO_TAU_S)
+        self._at = now
+        self._weight = self._weight * faded + 1
+        self._squares = self._squares * faded + max(0.0, waited_s - predicted_s) ** 2
+
+    @property
+    def value_s(self) -> float:
+        """Seconds to add to a predicted wait."""
+        return _MARGIN_DEVIATIONS * sqrt(self._squares / self._weight) if self._weight else 0.0
 
 
 class DrainRate:

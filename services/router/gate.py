@@ -22,6 +22,7 @@ from services.router.admission import (
     DrainRate,
     Standing,
     TtftRatio,
+    WaitMargin,
     Wish,
     admit,
     backlog_of,
@@ -39,6 +40,7 @@ from services.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 LOOK_S = 0.005  # between two looks at the workers while something waits
+_MAX_TENANTS = 1024  # whose waits are remembered
 _ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
 _MESSAGES = {
     "ttft_slo": "the first token would come later than the request's or the policy's SLO",
@@ -58,6 +60,7 @@ class _Entry:
     pool: _Pool  # it waits for, then starts in
     tokens: int  # it will have computed there
     predicted_ttft_s: float = 0.0
+    predicted_wait_s: float = 0.0  # in the queue
     turn: asyncio.Future[None] | None = None
     waiting: Waiting | None = None  # its place in the queue
     is_let_go: bool = False
@@ -72,6 +75,15 @@ class _Pool:
     queue: FairQueue
     drain: DrainRate = field(default_factory=DrainRate)
     starting_tokens: int = 0  # let go, and no worker has them yet
+    _margins: dict[str, WaitMargin] = field(default_factory=dict)  # by tenant, least used first
+
+    def margin(self, tenant: str) -> WaitMargin:
+        """Return a tenant's own: what a flood suffers from others must not count for them."""
+        margin = self._margins.pop(tenant, None) or WaitMargin()
+        self._margins[tenant] = margin
+        if len(self._margins) > _MAX_TENANTS:
+            del self._margins[next(iter(self._margins))]
+        return margin
 
 
 class Gate:
@@ -141,6 +153,7 @@ class Gate:
         if admission.reason == "queue_full" and self._make_room(pool, waiting):
             admission = admit(wish, replace(standing, fits_queue=True), self._config)
         entry.predicted_ttft_s = admission.predicted_ttft_s
+        entry.predicted_wait_s = standing.queue_wait_s
         self._hooks.admitted(progress.call, admission)
         if admission.action == REFUSE:
             raise _overloaded(admission.reason, admission.retry_after_s)
@@ -210,9 +223,12 @@ class Gate:
         if waiting is None:
             return  # it was taken
         queue = entry.pool.queue
+        now = self._clock.now()
         queue.remove(waiting)
         del self._by_waiting[waiting]
-        entry.pool.drain.note(0, self._clock.now(), is_busy=len(queue) > 0)
+        margin = entry.pool.margin(waiting.tenant)
+        margin.note(entry.predicted_wait_s, now - waiting.queued_at, now)
+        entry.pool.drain.note(0, now, is_busy=len(queue) > 0)
 
     def _wake(self, entry: _Entry, error: RequestError | None) -> None:
         """End an entry's waiting; its task goes on in the loop's next round."""
@@ -273,6 +289,7 @@ class Gate:
         pool.queue.take(head)
         del self._by_waiting[head]
         entry.waiting, entry.pool = None, enters
+        pool.margin(head.tenant).note(entry.predicted_wait_s, now - head.queued_at, now)
         pool.drain.note(head.cost, now, is_busy=len(pool.queue) > 0)
         self._let_go(entry, backlog)
         self._wake(entry, None)
@@ -335,6 +352,7 @@ class Gate:
         fits = self.num_queued < self._config.max_queued
         return Standing(
             queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
+            margin_s=pool.margin(call.tenant).value_s if ahead else 0.0,
             worker_wait_s=backlog.worker_s * ratio,
             work_s=backlog.work_s * ratio,
             has_room=backlog.has_room,

@@ -106,8 +106,9 @@ def test_what_is_ahead_is_ones_own_and_a_fair_share_of_others() -> None:
     queue = filled(*(waiting("a", 100, at=float(i)) for i in range(5)))
     assert queue.cost_ahead("a", 0, 100, 10.0) == 500
     assert queue.cost_ahead("a", 5, 100, 10.0) == 0
-    # Its first request waits for as much of another's as it costs itself.
-    assert queue.cost_ahead("b", 0, 100, 10.0) == 100
+    # Its first request waits for one round of another's, a longer one for more.
+    assert queue.cost_ahead("b", 0, 100, 10.0) == QUANTUM
+    assert queue.cost_ahead("b", 0, QUANTUM + 1, 10.0) == 500
     assert filled().cost_ahead("b", 0, 100, 10.0) == 0
 
 

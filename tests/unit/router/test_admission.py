@@ -18,6 +18,7 @@ from services.router.admission import (
     DrainRate,
     Standing,
     TtftRatio,
+    WaitMargin,
     Wish,
     admit,
     backlog_of,
@@ -205,6 +206,22 @@ def test_the_ratio_stays_in_bounds(notes: list[tuple[float, float, float]]) -> N
     for predicted_s, measured_s, now in notes:
         ratio.note(predicted_s, measured_s, now)
         assert 0.25 <= ratio.value <= 8.0
+
+
+def test_the_margin_is_of_waits_that_were_longer_than_predicted() -> None:
+    margin = WaitMargin()
+    assert margin.value_s == 0.0
+    margin.note(1.0, 0.2, 0.0)
+    assert margin.value_s == 0.0
+    for step in range(200):
+        margin.note(1.0, 1.1, step * 0.1)
+    assert 0.19 < margin.value_s <= 0.2
+
+
+def test_a_margin_makes_the_router_careful_but_promises_nothing_worse() -> None:
+    decision = admit(replace(PATIENT, slo_ttft_s=3.0), replace(BUSY, margin_s=0.2), CONFIG)
+    assert (decision.action, decision.reason) == (REFUSE, "ttft_slo")
+    assert decision.predicted_ttft_s == 2.35
 
 
 def test_the_drain_rate_is_the_pools_until_it_is_measured() -> None:
