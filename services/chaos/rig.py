@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -154,6 +155,7 @@ class RigRouter:
         self.name = name
         self._ports = grpc_port, http_port = HeldPort(HOST), HeldPort(HOST)
         self.grpc = f"{HOST}:{grpc_port.number}"
+        self._http = f"{HOST}:{http_port.number}"
         environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")},
             "ISTHMUS_ROUTER__ROUTER_ID": name,
@@ -168,6 +170,15 @@ class RigRouter:
     def spawn(self) -> None:
         """Begin the next life."""
         self.child.spawn()
+
+    def metric(self, name: str) -> float:
+        """Return one of its counters or gauges, all labels together."""
+        with urllib.request.urlopen(
+            f"http://{self._http}/metrics", timeout=RPC_TIMEOUT_S
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return sum(float(value) for key, _, value in samples if key.partition("{")[0] == name)
 
     async def num_live(self) -> int:
         """Workers it uses; 0 while it does not answer."""

@@ -238,6 +238,29 @@ def router(
     return _show(result, progress, as_json=json_)
 
 
+@app.command("overload")
+def overload(
+    seconds: Annotated[
+        float,
+        typer.Option(min=2, max=3600, help="Time of each load; the first fifth fills queues."),
+    ] = 15,
+    factor: Annotated[
+        float, typer.Option(min=1.5, max=100, help="Times the capacity that is asked for.")
+    ] = 3,
+    slo_ttft_ms: Annotated[
+        int, typer.Option(min=100, max=60_000, help="SLO the requests name.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and moments.")] = 0,
+    json_: Json = True,
+) -> int:
+    """Goodput, refusals and TTFT at three times the capacity: scripted workers, one router core."""
+    from services.chaos.overload import Setup, run
+
+    progress = Progress()
+    result = run(Setup(seconds, factor, slo_ttft_ms, seed), progress)
+    return _show(result, progress, as_json=json_)
+
+
 def _show(result: BenchResult, progress: Progress, *, as_json: bool) -> int:
     if as_json:
         return show_result(result, progress)
