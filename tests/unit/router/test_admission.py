@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ERROR_TABLE
 from services.registry.base import LoadReport
+from services.registry.cost import Booked
 from services.resilience.breaker import Outcome, outcome_of
 from services.router.admission import (
     MAX_RETRY_AFTER_S,
@@ -26,7 +27,6 @@ from services.router.admission import (
     least_gaps,
 )
 from services.router.policy import PolicyConfig
-from services.router.view import Booked
 from tests.unit.router.test_policy import make_worker
 
 CONFIG = AdmissionConfig()

@@ -58,7 +58,7 @@ class Rig:
     def set_loads(self, prefill: LoadReport, decode: LoadReport = FREE) -> None:
         self.workers = (make_worker("p0", prefill), make_worker("d0", decode))
 
-    def progress(self, name: str, *, mode: str | None = None, **changes: object) -> Progress:
+    def progress(self, name: str, *, mode: str = "REMOTE", **changes: object) -> Progress:
         self._last_number += 1
         now = self.clock.now()
         call = replace(make_call(request_id=name), received_at=now, deadline=now + 600.0, **changes)  # type: ignore[arg-type]  # a test's fields are right

@@ -12,6 +12,7 @@ from services.bench.cancel import percentile
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.registry.base import LoadReport
+from services.registry.cost import Booked
 from services.router.admission import AdmissionConfig
 from services.router.booking import Bookings
 from services.router.gate import Gate
@@ -20,7 +21,7 @@ from services.router.legs import Progress
 from services.router.policy import PolicyConfig, RequestFacts, choose
 from services.router.request import LogicalRequest
 from services.router.timing import Marks
-from services.router.view import Booked, ClusterView
+from services.router.view import ClusterView
 from tests.support.cluster import DigitText, make_call
 from tests.support.virtual_time import VirtualClock, VirtualTimeLoop, run_virtual
 from tests.unit.router.test_policy import make_worker
@@ -158,7 +159,7 @@ class World:
             make_call([1] * tokens, request_id=f"r{self._number}"),
             received_at=now, deadline=now + 30.0, slo_ttft_ms=round(SLO_S * 1000), tenant=tenant,
         )  # fmt: skip
-        facts = RequestFacts(call.request_id, tokens, 8)
+        facts = RequestFacts(call.request_id, tokens, 8, force_mode="REMOTE")
         progress = Progress(
             self._number, call, facts, (), LogicalRequest(call, DigitText()), Marks(now)
         )
