@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ class Secured:
         self.acme, _ = create_key(keys, "acme", "", 0, ("inference",))
         self.other, _ = create_key(keys, "other", "", 0, ("inference",))
         self.ops, _ = create_key(keys, "ops", "", 0, ("monitor",))
+        self.admin, _ = create_key(keys, "admin", "", 0, ("admin", "monitor"))
         config = {
             "tls": {
                 "cert_file": str(self.certs / "doors.pem"),
@@ -136,12 +138,12 @@ class Secured:
             finally:
                 process.kill()
 
-    def cli(self, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
-        """Run the command against the router."""
+    def cli(self, command: str, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command against the router."""
         environ = {**os.environ, "ISTHMUS_API_KEY": key, "COLUMNS": "200"}
         address = ("--server", self.router("grpc"), "--ca-file", str(self.certs / "ca.pem"))
         return subprocess.run(
-            [sys.executable, "-m", "services.cli.main", *arguments, *address],
+            [sys.executable, "-m", "services.cli.main", command, *address, *arguments],
             env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
 
@@ -149,7 +151,7 @@ class Secured:
         """What nobody may find anywhere: keys, the tenants' secret, private keys, prompts."""
         private = [line for path in self.certs.glob("*.key") for line in path.read_text().split()]
         return [
-            *(key.rsplit("-", 1)[-1] for key in (self.acme, self.other, self.ops)),
+            *(key.rsplit("-", 1)[-1] for key in (self.acme, self.other, self.ops, self.admin)),
             (self.dir / "tenant.secret").read_text().strip(),
             *(line for line in private if len(line) > 40),
             *(SENTINEL, WRONG),
@@ -187,7 +189,7 @@ def test_the_commands_speak_tls_and_know_their_place(cluster: Secured) -> None:
 
 
 def test_nothing_secret_is_told_anywhere(cluster: Secured) -> None:
-    """RB-118, G14: logs, traces, metrics, status, audit log, errors."""
+    """RB-118, RB-119, G14: logs, traces, metrics, status, diagnostics, audit log, errors."""
     answers = [
         cluster.ask(cluster.acme, PROMPT),
         cluster.ask(cluster.acme, [[WRONG]]),
@@ -209,6 +211,13 @@ def test_nothing_secret_is_told_anywhere(cluster: Secured) -> None:
     files = [path for pattern in kept for path in cluster.dir.glob(pattern)]
     assert len(files) >= 8
     texts |= {str(path): path.read_text(errors="replace") for path in files}
+    bundle = cluster.dir / "bundle.tar.gz"
+    made = cluster.cli("admin", "bundle", str(bundle), key=cluster.admin)
+    assert made.returncode == 0, made.stderr
+    with tarfile.open(bundle) as archive:
+        inside = [(entry.name, archive.extractfile(entry)) for entry in archive]
+        texts |= {name: file.read().decode(errors="replace") for name, file in inside if file}
+    assert len([name for name in texts if name.startswith("isthmus-diagnostics")]) > 3
     assert "gateway.request" in texts[str(cluster.logs / "router-0.log")]
     assert "isthmus.request" in texts[str(cluster.trace)]
     secrets = cluster.secrets()
