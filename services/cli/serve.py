@@ -158,6 +158,9 @@ def _secrets(config: IsthmusConfig) -> list[str]:
     """Values no log line may show, wherever they turn up."""
     from urllib.parse import unquote, urlsplit
 
-    url = config.store.url.get_secret_value()
-    password = urlsplit(url).password
-    return [url, unquote(password), password] if password else []
+    secrets: list[str] = []
+    for setting in (config.store.url, config.store.loader_url):
+        url = setting.get_secret_value()
+        password = urlsplit(url).password
+        secrets += [url, unquote(password), password] if password else []
+    return secrets

@@ -43,6 +43,12 @@ class StoreSettings(Section):
     url: SecretStr = setting(
         SecretStr("redis://127.0.0.1:6379/0"), "redis://, rediss:// or unix:// address"
     )
+    loader_url: SecretStr = setting(
+        SecretStr(""), "the same address with the user that may load scripts; empty = url's own"
+    )
+    ca_file: str = setting(
+        "", "PEM file of who signs a rediss:// store's certificate; empty = the system's CAs"
+    )
     call_timeout_ms: int = setting(
         25,
         "wait for hints on the path of a request; up to four times that while the store is slow",

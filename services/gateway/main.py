@@ -30,6 +30,7 @@ from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
 from services.registry.schema import Keys, namespace_of
+from services.registry.store_client import store_address
 from services.router.config import LinkConfig, LinkTls, RouterConfig, admission_config
 from services.router.dispatch import Router
 from services.router.hedge import HedgeConfig
@@ -83,7 +84,7 @@ class _RouterProcess:
         self._tracing = setup_tracing(config.telemetry, service="router", instance=router_id)
         self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
         self._reader = RedisRegistryReader(
-            config.store.url.get_secret_value(),
+            store_address(config.store),
             namespace_of(manifest.weights_digest),
             clock,
             reader_config(config.store.call_timeout_ms / 1000),

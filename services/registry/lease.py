@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
@@ -22,6 +20,7 @@ from services.registry.answers import parse_join, parse_status
 from services.registry.base import HintChange, LoadReport, WorkerInfo
 from services.registry.schema import Keys, encode_info, pack_record
 from services.registry.scripts import Invocation, ScriptCalls
+from services.registry.store_client import StoreAddress, SyncStore
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -48,7 +47,7 @@ class WorkerLease:
 
     def __init__(
         self,
-        url: str,
+        store: StoreAddress,
         namespace: str,
         info: WorkerInfo,
         load: Callable[[], LoadReport],
@@ -62,7 +61,7 @@ class WorkerLease:
         self._load = load
         self._cached_hashes = cached_hashes
         self._clock = clock
-        self._client = _client(url, self._config.call_timeout_s)
+        self._store = SyncStore(store, self._config.call_timeout_s)
         self._changed = threading.Condition()
         # Guarded by the condition. The last change of a hash wins: owner sets are sets.
         self._pending: OrderedDict[BlockHash, bool] = OrderedDict()
@@ -129,7 +128,7 @@ class WorkerLease:
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        self._client.close()
+        self._store.close()
 
     @property
     def slot(self) -> int | None:
@@ -340,22 +339,4 @@ class WorkerLease:
         return pack_record(self._info.role, self._state, self._load())
 
     def _call(self, call: Invocation) -> object:
-        """Run a script; load it first when the store does not know it."""
-        sha, args = call.script.sha, (*call.keys, *call.args)
-        try:
-            return self._client.evalsha(sha, len(call.keys), *args)
-        except redis.exceptions.NoScriptError:
-            self._client.script_load(call.script.text)
-            return self._client.evalsha(sha, len(call.keys), *args)
-
-
-def _client(url: str, timeout_s: float) -> redis.Redis:
-    """Make a client that gives up after one timeout: the library's defaults block for a minute."""
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-        protocol=2,
-    )
+        return self._store.run(call)

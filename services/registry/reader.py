@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import redis.asyncio
 import redis.exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
@@ -20,6 +17,9 @@ from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
 from services.registry.cost import Candidate, Pairs, Verdict, Weights
 from services.registry.schema import Keys, stride_hashes
 from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
+from services.registry.store_client import AsyncStore, StoreAddress
+
+SCRIPTS = ("lookup", "route", "release", "hold", "limits")  # that a router runs
 
 
 class RegistryReader(Protocol):
@@ -90,7 +90,7 @@ class RedisRegistryReader:
     """RegistryReader over Redis or Valkey."""
 
     def __init__(
-        self, url: str, namespace: str, clock: Clock, config: ReaderConfig | None = None
+        self, store: StoreAddress, namespace: str, clock: Clock, config: ReaderConfig | None = None
     ) -> None:
         self._config = config or ReaderConfig()
         self._calls = ScriptCalls(Keys(namespace))
@@ -98,15 +98,7 @@ class RedisRegistryReader:
         self._deadline = LatencyDeadline(self._config.floor_s, self._config.cap_s)
         self._infos: dict[int, WorkerInfo] = {}
         self._info_version = ""
-        self._client = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=None,  # asyncio.timeout bounds each call, connecting included
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=0,
-            max_connections=self._config.max_connections,
-            protocol=2,
-        )
+        self._store = AsyncStore(store, self._config.max_connections, SCRIPTS)
 
     async def snapshot(self) -> tuple[WorkerRecord, ...]:
         """Return all workers whose entries exist, expired ones included."""
@@ -148,7 +140,7 @@ class RedisRegistryReader:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._store.close()
 
     async def _lookup(self, strides: Sequence[BlockHash], timeout_s: float) -> LookupAnswer:
         known, known_version = self._infos, self._info_version
@@ -158,15 +150,9 @@ class RedisRegistryReader:
         return answer
 
     async def _call(self, call: Invocation, timeout_s: float) -> object:
-        sha, args = call.script.sha, (*call.keys, *call.args)
         try:
             async with asyncio.timeout(timeout_s):
-                try:
-                    return await self._client.evalsha(sha, len(call.keys), *args)
-                except redis.exceptions.NoScriptError:
-                    # A store that restarted empty; the script is part of what it lost.
-                    await self._client.script_load(call.script.text)
-                    return await self._client.evalsha(sha, len(call.keys), *args)
+                return await self._store.run(call)
         except TimeoutError:
             raise StoreUnavailable(f"no answer within {timeout_s * 1000:.0f} ms") from None
         except (redis.exceptions.RedisError, OSError) as error:

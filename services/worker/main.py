@@ -36,6 +36,7 @@ from services.pb import worker_pb2_grpc
 from services.registry.base import WorkerInfo
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.schema import namespace_of
+from services.registry.store_client import store_address
 from services.runtime.fault_points import FaultPoints
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
@@ -341,7 +342,7 @@ class _Worker:
     def _lease(self, info: WorkerInfo, engine: EngineLoop) -> WorkerLease:
         lease = self._config.lease
         return WorkerLease(
-            self._config.store.url.get_secret_value(),
+            store_address(self._config.store),
             namespace_of(info.weights_digest),
             info,
             lambda: load_report(engine.load()),

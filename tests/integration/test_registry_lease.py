@@ -22,6 +22,7 @@ from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.reader import LatencyDeadline, RedisRegistryReader
 from services.registry.schema import Keys
 from services.registry.scripts import ScriptCalls
+from services.registry.store_client import StoreAddress
 from tests.support.cluster import eventually
 from tests.support.registry import make_chain, make_worker_info
 from tests.support.store import running_store, store, store_url
@@ -41,7 +42,7 @@ def leased(
 ) -> Iterator[WorkerLease]:
     """Run a lease."""
     lease = WorkerLease(
-        url, NS, info or make_worker_info(), LoadReport, cached, SystemClock(), config
+        StoreAddress(url), NS, info or make_worker_info(), LoadReport, cached, SystemClock(), config
     )
     lease.start()
     try:
@@ -53,7 +54,7 @@ def leased(
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[RedisRegistryReader]:
     """Open a reader."""
-    reader = RedisRegistryReader(url, NS, SystemClock())
+    reader = RedisRegistryReader(StoreAddress(url), NS, SystemClock())
     try:
         yield reader
     finally:

@@ -19,6 +19,7 @@ from services.registry.embedded import EmbeddedStore
 from services.registry.limits import LimitStore, limits_call, parse_limits
 from services.registry.reader import RedisRegistryReader
 from services.registry.schema import Keys
+from services.registry.store_client import StoreAddress
 from services.resilience.tenant_limiter import Claim, TenantLimits
 from tests.support.limits_twin import LimitsTwin
 from tests.support.store import running_store
@@ -73,8 +74,8 @@ class Routers:
     """Two routers of one cluster."""
 
     def __init__(self, store: EmbeddedStore, tenants: Path, namespace: str) -> None:
-        clock = SystemClock()
-        self.readers = [RedisRegistryReader(store.url, namespace, clock) for _ in range(2)]
+        clock, address = SystemClock(), StoreAddress(store.url)
+        self.readers = [RedisRegistryReader(address, namespace, clock) for _ in range(2)]
         self.stores = [
             LimitStore(Keys(namespace), f"r{i}", reader.run, timeout_s=5.0)
             for i, reader in enumerate(self.readers)

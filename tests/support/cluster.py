@@ -17,6 +17,7 @@ from services.common.model_manifest import ModelManifest
 from services.common.sampling import SamplingParams
 from services.kv.hashing import HASH_SCHEME
 from services.registry.reader import RedisRegistryReader
+from services.registry.store_client import StoreAddress
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, RouterOutput
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
@@ -175,7 +176,7 @@ async def running_cluster(
     config = config or RouterConfig()
     if config.policy == PolicyConfig():
         config = replace(config, policy=NO_BYPASS)
-    reader = RedisRegistryReader(store_url, NS, SystemClock())
+    reader = RedisRegistryReader(StoreAddress(store_url), NS, SystemClock())
     router = Router(
         config,
         make_manifest(),

@@ -20,6 +20,7 @@ from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.lease import WorkerLease
+from services.registry.store_client import StoreAddress
 from services.runtime.tls import TlsIdentity
 from services.worker.peer_auth import PeerAuth
 from tests.support.registry import make_worker_info
@@ -123,7 +124,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.start()
         if store_url is not None:
             self._lease = WorkerLease(
-                store_url, ns, self.info(), lambda: self.load, tuple, SystemClock()
+                StoreAddress(store_url), ns, self.info(), lambda: self.load, tuple, SystemClock()
             )
             self._lease.start()
 
