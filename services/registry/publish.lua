@@ -32,7 +32,9 @@ local q = redis.call('HGET', KEYS[1]:sub(1, -2) .. 'q', slot)
 if q and #q == 40 and q:sub(1, 2) == rec:sub(1, 2) then
   local gen_, in_flight, epoch, pf, res, _, _, began, newest = struct.unpack('<HHIIIIIdd', q)
   local settle_ms = tonumber(ARGV[11])
-  local is_all, is_old = now - newest >= settle_ms, now - began >= settle_ms
+  -- Times that make no sense, such as a day to come, settle too.
+  local is_all = not (math.abs(now - newest) < settle_ms)
+  local is_old = not (math.abs(now - began) < settle_ms)
   if is_all or is_old then
     if is_all then pf, res = 0, 0 end
     redis.call('HSET', KEYS[1]:sub(1, -2) .. 'q', slot, struct.pack('<HHIIIIIdd', gen_, in_flight,

@@ -102,11 +102,11 @@ class Reservations:
         account = self._accounts.get(owner[0])
         if account is None or account.gen != owner[1]:
             return
-        if now_ms - account.newest_ms >= SETTLE_MS:
+        if not abs(now_ms - account.newest_ms) < SETTLE_MS:
             account.epoch += 2
             account.prefill = account.resident = 0
             account.old_prefill = account.old_resident = 0
-        elif now_ms - account.began_ms >= SETTLE_MS:
+        elif not abs(now_ms - account.began_ms) < SETTLE_MS:
             account.epoch += 1
             account.old_prefill, account.old_resident = account.prefill, account.resident
             account.prefill = account.resident = 0

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import SystemClock
-from services.common.ids import Incarnation, WorkerId
+from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.lease import WorkerLease
@@ -91,6 +91,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_leaving = False  # streams end as those of a worker that stops, not as broken ones
         self.refuse_with: str | None = None
         self.cached_tokens = 0
+        self.cached: tuple[BlockHash, ...] = ()  # hints it publishes when it joins
         self.forgets = False  # answers a resume with "lost"
         self._awake = asyncio.Event()
         self._awake.set()
@@ -124,7 +125,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.start()
         if store_url is not None:
             self._lease = WorkerLease(
-                StoreAddress(store_url), ns, self.info(), lambda: self.load, tuple, SystemClock()
+                StoreAddress(store_url),
+                ns,
+                self.info(),
+                lambda: self.load,
+                lambda: self.cached,
+                SystemClock(),
             )
             self._lease.start()
 
