@@ -182,7 +182,7 @@ class RateLimits:
 
     async def share_once(self, store: LimitShare) -> None:
         """Tell the store what was spent here; without an answer, tell it next time."""
-        claims = self._limiter.claims(_MAX_CLAIMS)
+        claims = self._limiter.claims(_MAX_CLAIMS, self._clock.now())
         if not claims:
             return
         named = [(self._namespaces.of(claim.tenant) or "-", claim) for claim in claims]

@@ -100,6 +100,11 @@ class _Account:
             self.tokens, limits.tokens_per_min / 60 / n, limits.tokens_per_min, now
         )
 
+    def is_full(self, now: float) -> bool:
+        """Whether nothing of the budget is in use, here or elsewhere."""
+        buckets = [bucket for bucket in (self.requests, self.tokens) if bucket is not None]
+        return not self.other_streams and all(b.level(now) >= b.burst for b in buckets)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open and all was told."""
@@ -153,11 +158,14 @@ class TenantLimiter:
         if account is not None and account.streams:
             account.streams -= 1
 
-    def claims(self, max_claims: int) -> tuple[Claim, ...]:
-        """Take what is to be told to the other routers; `settle` or `put_back` must follow."""
+    def claims(self, max_claims: int, now: float) -> tuple[Claim, ...]:
+        """Take what is to be told to the other routers; `settle` or `put_back` must follow.
+
+        A budget that is not full is asked after too: the others may be spending it.
+        """
         found = []
         for tenant, account in self._accounts.items():
-            if account.is_idle and not account.other_streams:
+            if account.is_idle and account.is_full(now):
                 continue
             found.append(
                 Claim(

@@ -211,6 +211,8 @@ def test_nothing_secret_is_told_anywhere(cluster: Secured) -> None:
     files = [path for pattern in kept for path in cluster.dir.glob(pattern)]
     assert len(files) >= 8
     texts |= {str(path): path.read_text(errors="replace") for path in files}
+    # What clients read names no path either.
+    assert not [a.text for a in answers if str(cluster.dir) in a.text + str(a.headers)]
     bundle = cluster.dir / "bundle.tar.gz"
     made = cluster.cli("admin", "bundle", str(bundle), key=cluster.admin)
     assert made.returncode == 0, made.stderr

@@ -104,7 +104,7 @@ def test_without_limits_nobody_is_remembered() -> None:
     assert limits.admit("a", 0.0) == Verdict("ok")
     limits.charge("a", 10**9, 0.0)
     limits.release("a")
-    assert limits.claims(10) == ()
+    assert limits.claims(10, 0.0) == ()
 
 
 def test_idle_tenants_are_forgotten_first() -> None:
@@ -132,7 +132,7 @@ def test_changed_limits_count_at_once_and_keep_what_is_owed() -> None:
 def test_what_the_others_spent_counts_here() -> None:
     limits = limiter()
     assert limits.admit("a", 0.0).reason == "ok"
-    (claim,) = limits.claims(10)
+    (claim,) = limits.claims(10, 0.0)
     assert (claim.requests, claim.tokens, claim.streams) == (1, 0, 1)
     limits.charge("a", 30, 0.0)  # while the store is asked
     limits.settle([claim], [Shared(0.5, 100, 9, 2)], 0.0)
@@ -147,7 +147,7 @@ def test_what_the_others_spent_counts_here() -> None:
 def test_without_an_answer_a_router_has_its_share_of_the_rate() -> None:
     limits = limiter(TenantLimits(requests_per_s=10, request_burst=1))
     assert reasons(limits, 1, 0.0) == ["ok"]
-    claims = limits.claims(10)
+    claims = limits.claims(10, 0.0)
     limits.settle(claims, [Shared(0, 0, 0, 5)], 0.0)
     assert reasons(limits, 1, 0.4) == ["requests"]  # two a second are left of ten
     assert reasons(limits, 1, 0.5) == ["ok"]
@@ -156,17 +156,19 @@ def test_without_an_answer_a_router_has_its_share_of_the_rate() -> None:
 def test_what_could_not_be_told_is_told_next_time() -> None:
     limits = limiter()
     reasons(limits, 1, 0.0)
-    limits.put_back(limits.claims(10))
+    limits.put_back(limits.claims(10, 0.0))
     reasons(limits, 1, 0.0)
-    (claim,) = limits.claims(10)
+    (claim,) = limits.claims(10, 0.0)
     assert claim.requests == 2
-    assert limits.claims(10) == ()
+    (claim,) = limits.claims(10, 0.0)
+    assert claim.requests == 0  # asked after until it is full again
+    assert limits.claims(10, 2.0) == ()
 
 
 def test_a_lying_store_locks_nobody_out_for_long() -> None:
     limits = limiter()
     reasons(limits, 1, 0.0)
-    limits.settle(limits.claims(10), [Shared(-1e300, -1e300, 0, 1)], 0.0)
+    limits.settle(limits.claims(10, 0.0), [Shared(-1e300, -1e300, 0, 1)], 0.0)
     assert limits.admit("a", 0.0).retry_after_s <= 41 / 2 + 1
     assert limits.admit("a", 661.0).reason == "ok"
 
@@ -175,7 +177,7 @@ def test_many_tenants_are_told_of_in_turn() -> None:
     limits = limiter()
     for i in range(5):
         assert limits.admit(f"t{i}", 0.0).reason == "ok"
-    told = [claim.tenant for _ in range(2) for claim in limits.claims(3)]
+    told = [claim.tenant for _ in range(2) for claim in limits.claims(3, 0.0)]
     assert set(told) == {f"t{i}" for i in range(5)}
 
 
@@ -193,4 +195,4 @@ def test_over_any_time_no_more_than_rate_and_burst_get_in(seed: int) -> None:
 def test_claims_carry_the_limits_they_were_made_under() -> None:
     limits = limiter()
     reasons(limits, 1, 0.0)
-    assert limits.claims(1) == (Claim("a", 1, 0, 0, LIMITS),)
+    assert limits.claims(1, 0.0) == (Claim("a", 1, 0, 0, LIMITS),)
