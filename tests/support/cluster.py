@@ -16,7 +16,7 @@ from services.common.ids import RequestId, new_request_id
 from services.common.model_manifest import ModelManifest
 from services.common.sampling import SamplingParams
 from services.kv.hashing import HASH_SCHEME
-from services.registry.reader import RedisRegistryReader
+from services.registry.reader import ReaderConfig, RedisRegistryReader
 from services.registry.store_client import StoreAddress
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, RouterOutput
 from services.router.config import RouterConfig
@@ -171,12 +171,13 @@ async def running_cluster(
     workers: Sequence[FakeWorker],
     config: RouterConfig | None = None,
     hooks: RouterHooks | None = None,
+    reader_config: ReaderConfig | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start workers and router; wait until every worker is judged."""
     config = config or RouterConfig()
     if config.policy == PolicyConfig():
         config = replace(config, policy=NO_BYPASS)
-    reader = RedisRegistryReader(StoreAddress(store_url), NS, SystemClock())
+    reader = RedisRegistryReader(StoreAddress(store_url), NS, SystemClock(), reader_config)
     router = Router(
         config,
         make_manifest(),
