@@ -547,7 +547,11 @@ class TransferSource:
             self._apply(offered, machine.on_data_left(now))
             self._fault(offered, "a lent block has changed")
             return
-        blocks, digests = offered.frames(out)
+        try:
+            blocks, digests = offered.frames(out)
+        except BaseException:
+            self._apply(offered, machine.on_data_left(now))  # or its blocks are lent for ever
+            raise
         body = codec.data_body(() if out.is_tail else out.indexes, out.is_tail, digests)
         if machine.plane == "nccl":
             self._groups.send(out.peer, FramesOut(machine.xfer_id, out.attempt, blocks, body))

@@ -21,6 +21,7 @@ from services.kv.layout import KvLayout
 from services.transfer.api import SinkReady
 from services.transfer.config import KIB, TransferConfig
 from services.transfer.intake import Intake
+from services.transfer.offered import Offered
 from services.transfer.peer_link import PeerLink
 from services.transfer.ticket import TicketSigner, read_unverified
 from tests.support.transfer_ends import (
@@ -334,6 +335,33 @@ def _assert_quiet(prefill: PrefillEnd, decode: DecodeEnd) -> None:
     assert (decode.memory.blocks[untouched] == 0xA5).all()
     assert len(prefill.events.of("p")) == 1
     assert len(decode.events.of("d")) <= 1
+
+
+@pytest.mark.parametrize("plane", ["nccl", "zmq"])
+def test_a_message_that_could_not_be_made_holds_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plane: str
+) -> None:
+    """Before: it counted as one that is read, and an ended transfer waited for it for ever."""
+    num_failed = 0
+
+    def no_memory(offered: Offered, out: object) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        raise MemoryError
+
+    monkeypatch.setattr(Offered, "frames", no_memory)
+    config = with_planes(CALM, plane)
+    prefill, decode = make_prefill(tmp_path, config), make_decode(config)
+    try:
+        ticket, offer = prefill.offer_all("p", 40)
+        decode.receive("d", ticket, offer)
+        wait_until(lambda: num_failed)
+        prefill.source.cancel("p", "client left")
+        assert outcome(prefill.events.wait("p", CALM.lease_s * 0.6)) == "aborted"
+        assert prefill.source.num_open() == 0
+    finally:
+        decode.stop()
+        prefill.stop()
 
 
 def test_cancel_unknown_keys_is_harmless(prefill: PrefillEnd, decode: DecodeEnd) -> None:
