@@ -21,7 +21,7 @@ from services.transfer.fault_plane import open_copier
 from services.transfer.peer_link import PeerLink
 from services.transfer.receive import Receive
 from services.transfer.receive_table import ReceiveTable
-from services.transfer.receiver import Pull, ReceiverAction, ReceiverState
+from services.transfer.receiver import Pull, ReceiverAction
 from services.transfer.values import U64Array
 from services.transfer.wire import Message, MessageType
 from services.transfer.zmq_plane import Block
@@ -125,8 +125,6 @@ class Intake:
             else:
                 bad.append((index, wrong))
         self._judged(receive, good, bad)
-        if receive.pulled and machine.state is ReceiverState.PULLING:
-            self._unsaid[receive] = None
         if machine.credit_wanted():
             self._hungry[receive] = None
 
@@ -134,11 +132,11 @@ class Intake:
         self, receive: Receive, good: Sequence[int], bad: Sequence[tuple[int, str]]
     ) -> None:
         """Tell a receive of the blocks that are written now, and of those that came wrong."""
-        self._counters.blocks += len(good)
-        receive.pulled.extend(good)
         if good:
-            now = self._clock.now()
-            self._apply(receive, receive.machine.on_good_blocks(good, now))
+            self._counters.blocks += len(good)
+            receive.pulled.extend(good)
+            self._unsaid[receive] = None  # before what follows, which may end the receive
+            self._apply(receive, receive.machine.on_good_blocks(good, self._clock.now()))
         for index, wrong in bad:
             self._on_wrong(receive, index, wrong)
 
@@ -208,14 +206,10 @@ class Intake:
         receive.copy_s += self._clock.now() - started
         self.copy_cpu_s += time.thread_time() - cpu_s
         self._faults.hit("mid_pull")  # written and judged, not yet known to the receive
-        good = [p.index for p, wrong in zip(pulls, verdicts, strict=True) if wrong is None]
-        self._counters.blocks += len(good)
-        receive.pulled.extend(good)
-        self._unsaid[receive] = None
-        self._apply(receive, machine.on_good_blocks(good, self._clock.now()))
-        for pull, wrong in zip(pulls, verdicts, strict=True):
-            if wrong is not None:
-                self._on_wrong(receive, pull.index, wrong)
+        judged = list(zip(pulls, verdicts, strict=True))
+        good = [pull.index for pull, wrong in judged if wrong is None]
+        bad = [(pull.index, wrong) for pull, wrong in judged if wrong is not None]
+        self._judged(receive, good, bad)
 
     def _verify_in_place(self, receive: Receive, pool: KvPoolMemory, pulls: Sequence[Pull]) -> None:
         machine = receive.machine

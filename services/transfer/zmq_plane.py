@@ -315,7 +315,7 @@ class RouterPort:
         self._seq.pop(route, None)
 
     def close(self) -> None:
-        """Close; every tracker is done afterwards."""
+        """Close; ZMQ reads no block afterwards."""
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
