@@ -25,6 +25,7 @@ import numpy as np
 from services.bench.result import BenchFailed
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, BlockId
+from services.kv.block_copy import write_block
 from services.kv.digest import block_digests
 from services.kv.layout import LAYER_MAJOR, KvIdentity, KvLayout
 from services.kv.memory import KvPoolMemory
@@ -276,11 +277,10 @@ class _Prefill:
     def _write_blocks(self, seed: int) -> None:
         memory, rng = self._memory, np.random.default_rng(seed)
         content = rng.integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
-        pieces = memory.pieces()
         for i, block in enumerate(self._block_ids):
             content[:8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)
             memory.gens[block] += 1
-            pieces[block] = content.reshape(pieces.shape[1:])
+            write_block(memory, block, content)
             memory.digests[block] = block_digests(LAYOUT, content)
             memory.gens[block] += 1
 

@@ -13,6 +13,7 @@ from services.chaos.sim_network import Frames, Link, Network, PrefillEnd
 from services.chaos.sim_world import PLAIN, Family, Violation, World, reference
 from services.common.errors import BlocksExhausted
 from services.common.ids import BlockHash, BlockId
+from services.kv.block_copy import write_block
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
 from services.pb import transfer_pb2 as pb
@@ -268,13 +269,13 @@ class PrefillWorker(PrefillEnd):
 
     def _compute(self, prompt: Prompt, index: int, block: BlockId) -> BlockId:
         self._write(prompt, index, block)
-        self.memory.digests[block] = block_digests(self.layout, self.memory.blocks[block])
+        self.memory.digests[block] = block_digests(self.layout, self.content(block))
         hashes = prompt.family.hashes
         return self.seal(block, hashes[index], hashes[index - 1] if index else None)
 
     def _write(self, prompt: Prompt, index: int, block: BlockId) -> None:
         content = reference(prompt.name_of(index), self.turns)
-        self.memory.blocks[block] = np.frombuffer(content, np.uint8)
+        write_block(self.memory, block, np.frombuffer(content, np.uint8))
 
     def _preempt(self, job: Job) -> None:
         """Take the engine's blocks away; those under transfer stay, for the transfer holds them."""
@@ -318,7 +319,7 @@ class PrefillWorker(PrefillEnd):
             self._write(prompt, prompt.num_blocks, tail)
             self.pool.freeze(tail)
             gen = self.pool.gen(tail)
-            digest = tail_digest(self.layout, self.memory.blocks[tail], prompt.tail_valid)
+            digest = tail_digest(self.layout, self.content(tail), prompt.tail_valid)
         if offer.machine.state not in _ENDED:
             if tail is not None:
                 self.hold([tail])
@@ -337,13 +338,14 @@ class PrefillWorker(PrefillEnd):
             return
         self.world.stats["went on beside a transfer"] += 1
         block = self._copy_on_write(tail)
-        rows = self.memory.blocks[block].reshape(len(self.turns), _BLOCK_SIZE, -1)
-        rows[:, num_rows:] = 0xEE
+        content = self.content(block).copy()
+        content.reshape(len(self.turns), _BLOCK_SIZE, -1)[:, num_rows:] = 0xEE
+        write_block(self.memory, block, content)
         self.at(self.world.rng.random() * 0.1, self.drop, (block,))
 
     def _copy_on_write(self, tail: BlockId) -> BlockId:
         (copy,) = self.allocate(1)
-        self.memory.blocks[copy] = self.memory.blocks[tail]
+        write_block(self.memory, copy, self.content(tail))
         return copy
 
     def _stop_job(self, offer: Offer) -> None:
@@ -599,7 +601,7 @@ class PrefillWorker(PrefillEnd):
         """The socket has read the blocks: only now is the message independent of the pool."""
         for index, block in zip(out.indexes, out.block_ids, strict=True):
             name = offer.request.prompt.name_of(index)
-            if self.memory.blocks[block].tobytes() != reference(name, self.turns):
+            if self.content(block).tobytes() != reference(name, self.turns):
                 raise Violation(f"{self.name}: a block under transfer was written")
         frames, digests = offer.wire.frames(out)
         payload = [frame.tobytes() for frame in frames]

@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.ids import BlockHash, BlockId
+from services.kv.block_copy import read_blocks
 from services.kv.block_pool import BlockPool
 from services.kv.digest import block_digests
 from services.kv.hashing import next_hash
-from services.kv.layout import BLOCK_TOKENS, KvLayout
+from services.kv.layout import BLOCK_TOKENS, LAYER_MAJOR, KvLayout
 from services.kv.memory import KvPoolMemory
 
 Bytes = npt.NDArray[np.uint8]
@@ -84,18 +85,23 @@ def _whole(layout: KvLayout) -> KvLayout:
     return layout.part((0, layout.total_layers), (0, layout.total_heads))
 
 
+def _by_layer(layout: KvLayout) -> KvLayout:
+    return replace(layout, tag=LAYER_MAJOR)
+
+
 _NEVER = 1 << 30
 _LAYERS = (WHOLE.part((0, 1), (0, 2)), WHOLE.part((1, 2), (0, 2)))
 _HEADS = (WHOLE.part((0, 2), (0, 1)), WHOLE.part((0, 2), (1, 2)))
 # Whole pools, some of which trust generations alone or are read in place; ranges of heads, layers.
+# Two prefill pools are layer-major, each beside one that is not.
 SHAPES: tuple[Shape, ...] = (
     Shape(),
-    Shape(digest_sampling=_NEVER),
+    Shape((_by_layer(PLAIN), PLAIN), digest_sampling=_NEVER),
     Shape(digest_sampling=_NEVER, planes=("attach", "memfd", "zmq")),
     Shape((WHOLE, WHOLE), (*_HEADS, WHOLE)),
     Shape(_HEADS, (WHOLE, WHOLE, _LAYERS[1]), digest_sampling=_NEVER),
     Shape(digest_sampling=3, planes=("attach", "memfd", "zmq")),
-    Shape(_LAYERS, (WHOLE, *_LAYERS)),
+    Shape((_LAYERS[0], _by_layer(_LAYERS[1])), (WHOLE, *_LAYERS)),
 )
 
 
@@ -270,13 +276,17 @@ class Worker:
         self.pool.check_integrity()
         for block_hash in self.pool.cache.hashes():
             block = self.pool.cache.entry(block_hash).block_id
-            row = self.memory.blocks[block]
+            row = self.content(block)
             if row.tobytes() != reference(block_hash, self.turns):
                 raise Violation(f"{self.name}: cached block {block} is not what its hash says")
             if not (self.memory.digests[block] == block_digests(self.layout, row)).all():
                 raise Violation(f"{self.name}: digests beside block {block} are not its own")
 
     # ---- blocks -------------------------------------------------------------------------------
+
+    def content(self, block: BlockId) -> Bytes:
+        """Return what a block holds."""
+        return read_blocks(self.memory, [block])[0]
 
     def allocate(self, num_blocks: int, after: BlockId | None = None) -> tuple[BlockId, ...]:
         """Take blocks to write; raises BlocksExhausted."""
@@ -322,10 +332,10 @@ class Worker:
             return
         blocks = self.allocate(count)
         canary = rng.randrange(1, 256)
-        self.memory.blocks[list(blocks)] = canary
+        self.memory.pieces()[list(blocks)] = canary
         self.at(rng.random() * 0.05, self._unpress, blocks, canary)
 
     def _unpress(self, blocks: tuple[BlockId, ...], canary: int) -> None:
-        if not (self.memory.blocks[list(blocks)] == canary).all():
+        if not (self.memory.pieces()[list(blocks)] == canary).all():
             raise Violation(f"{self.name}: something wrote into another request's blocks")
         self.drop(blocks)

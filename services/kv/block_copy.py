@@ -108,6 +108,12 @@ def read_blocks(memory: KvPoolMemory, blocks: Sequence[int]) -> list[npt.NDArray
     return list(found)
 
 
+def write_block(memory: KvPoolMemory, block: int, content: npt.NDArray[np.uint8]) -> None:
+    """Put a whole block into our own pool, in pieces if it is layer-major."""
+    pieces = memory.pieces()
+    pieces[block] = content.reshape(pieces.shape[1:])
+
+
 def runs(
     wanted: Sequence[bool], source_blocks: Sequence[int], dest_blocks: Sequence[int]
 ) -> Iterator[tuple[int, int]]:

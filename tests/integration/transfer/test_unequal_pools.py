@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from services.common.ids import BlockHash, BlockId
+from services.kv.block_copy import write_block
 from services.kv.convert import (
     convert_part,
     round_trip,
@@ -68,9 +69,9 @@ def offer_prompt(end: PrefillEnd, key: str, kv: np.ndarray) -> tuple[bytes, Offe
     for start in range(0, num_tokens, layout.block_size):
         block = end.free.pop()
         memory.gens[block] += 1
-        content, pieces = np.empty(layout.block_bytes, np.uint8), memory.pieces()
+        content = np.empty(layout.block_bytes, np.uint8)
         put(layout, content, kv, start)
-        pieces[block] = content.reshape(pieces.shape[1:])
+        write_block(memory, block, content)
         memory.digests[block] = block_digests(layout, content)
         memory.gens[block] += 1
         blocks.append(block)
