@@ -78,19 +78,24 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[Any, Any]:
+    """Parse a mapping; `where` it came from is for errors."""
     loader = _UniqueKeyLoader(text)
     try:
         raw = loader.get_single_data()
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML ({_yaml_place(error)})") from None
+        raise ConfigError(f"{where}: not valid YAML ({_yaml_place(error)})") from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     finally:
         loader.dispose()
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the file must hold sections, not a {type(raw).__name__}")
+        raise ConfigError(f"{where}: the file must hold sections, not a {type(raw).__name__}")
     return raw
 
 

@@ -31,6 +31,7 @@ class GenerateCall:
     slo_ttft_ms: int = 0  # what the client calls good; 0 = it did not say
     slo_tpot_ms: int = 0
     traceparent: str = ""
+    session: str = ""  # breaks ties between workers, no more
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
+from services.common.ids import BlockHash
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
 from services.registry.reader import RegistryReader
@@ -54,7 +55,9 @@ class Router:
         reader: RegistryReader,
         clock: Clock,
         hooks: RouterHooks | None = None,
+        recent: RecentRequests | None = None,
     ) -> None:
+        """Prepare; routers for several models in one process share what is `recent`."""
         _check_mode(config.force_mode)
         self._config = config
         self._manifest = manifest
@@ -63,7 +66,7 @@ class Router:
         self._hooks = hooks or RouterHooks()
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
-        self._recent = RecentRequests(config.max_reports)
+        self._recent = RecentRequests(config.max_reports) if recent is None else recent
         self._gate = Gate(config.admission, config.policy, self._cluster.view, clock, self._hooks)
         self._last_number = 0
         self._warned_at = float("-inf")
@@ -129,9 +132,9 @@ class Router:
         """Return what is remembered of the last requests that ended, newest first."""
         return self._recent.newest(count)
 
-    def totals(self) -> Totals:
-        """Return sums over all requests so far."""
-        return self._recent.totals(self.running())
+    def totals(self, running: Iterable[RunningRequest]) -> Totals:
+        """Return sums over all requests so far, with tokens of those that are `running`."""
+        return self._recent.totals(running)
 
     def latencies(self) -> Latencies:
         """Return how quick the last requests were."""
@@ -220,7 +223,7 @@ class Router:
             num_tokens=len(call.token_ids),
             max_tokens=call.sampling.max_tokens,
             n=call.sampling.n,
-            prefix_root=hashes[0] if hashes else b"",
+            prefix_root=_tie_root(call, hashes),
             force_mode=call.force_mode or self._config.force_mode,
             max_tbt_s=call.slo_tpot_ms / 1000,
         )
@@ -316,6 +319,13 @@ def _report(summary: RequestSummary, request: OpenRequest | None, now: float) ->
     return report_of(
         request.progress, summary.outcome, message=message, timing=timing, ended_at=now
     )
+
+
+def _tie_root(call: GenerateCall, hashes: Sequence[BlockHash]) -> bytes:
+    """Return what tells near-equal workers apart: the session, else how the prompt begins."""
+    if call.session:
+        return f"{call.namespace}/{call.session}".encode()
+    return hashes[0] if hashes else b""
 
 
 def _pool_tokens(worker: WorkerView) -> int:

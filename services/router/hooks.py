@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,11 +88,21 @@ class RouterHooks:
         """Gauges may be read from these."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    num_open: Callable[[], int]
+    view: Callable[[], ClusterView]
+    is_degraded: Callable[[], bool]
+
+
 class MetricsHooks(RouterHooks):
     """Writes the catalogue's router metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        # One for each model this process routes to.
+        self._watched: list[_Watched] = []
+        self._gates: list[tuple[Callable[[], int], Callable[[], float]]] = []
 
     def admitted(self, call: GenerateCall, admission: Admission) -> None:
         """Count it by what was done and why."""
@@ -177,22 +188,23 @@ class MetricsHooks(RouterHooks):
         self, num_open: Callable[[], int], view: Callable[[], ClusterView],
         is_degraded: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Register the gauges."""
+        """Register the gauges; they are sums over all that is watched."""
+        watched = self._watched
+        watched.append(_Watched(num_open, view, is_degraded))
 
         def workers() -> list[Reading]:
-            counts: dict[tuple[str, str], int] = {}
-            for worker in view().workers:
-                key = (worker.role, worker.state)
-                counts[key] = counts.get(key, 0) + 1
+            counts = Counter((w.role, w.state) for each in watched for w in each.view().workers)
             return [(n, {"role": role, "state": state}) for (role, state), n in counts.items()]
 
-        self._metrics.watch(catalog.REQUESTS_OPEN, num_open)
+        self._metrics.watch(catalog.REQUESTS_OPEN, lambda: sum(w.num_open() for w in watched))
         self._metrics.watch(catalog.WORKERS, workers)
-        self._metrics.watch(catalog.DEGRADED, lambda: float(is_degraded()))
+        self._metrics.watch(catalog.DEGRADED, lambda: float(any(w.is_degraded() for w in watched)))
 
     def watch_admission(
         self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float]
     ) -> None:
-        """Register the gauges."""
-        self._metrics.watch(catalog.QUEUED, num_queued)
-        self._metrics.watch(catalog.TTFT_RATIO, ttft_ratio)
+        """Register the gauges: the sum of the queues, and the ratio of the worst off."""
+        gates = self._gates
+        gates.append((num_queued, ttft_ratio))
+        self._metrics.watch(catalog.QUEUED, lambda: sum(queued() for queued, _ in gates))
+        self._metrics.watch(catalog.TTFT_RATIO, lambda: max(ratio() for _, ratio in gates))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.router.api import RequestTiming
 from services.router.legs import Progress
-from services.router.policy import Decision
+from services.router.policy import REMOTE, Decision
 from services.router.timing import ttft_stages
 from services.router.wire import CONTINUE
 
@@ -198,9 +198,9 @@ def _stage(progress: Progress) -> str:
     if not progress.logical.has_first_tokens:
         return "prefill"
     receiver = progress.newest(CONTINUE)
-    if receiver is not None and receiver.is_open and not receiver.has_tokens:
-        return "handoff"
-    return "decode"
+    if receiver is None:
+        return "handoff" if progress.mode == REMOTE else "decode"
+    return "handoff" if receiver.is_open and not receiver.has_tokens else "decode"
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
