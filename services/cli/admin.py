@@ -243,6 +243,54 @@ def bundle(
     return status
 
 
+traffic = typer.Typer(help="Aliases, canaries and mirrors of models.", no_args_is_help=True)
+app.add_typer(traffic, name="traffic")
+
+
+@traffic.command("show")
+def show_traffic(context: typer.Context) -> int:
+    """Print the rules in force in every router and the names requests may ask for."""
+    from services.pb import admin_pb2
+
+    ask = admin_pb2.GetTrafficRequest()
+    replies = _routers(context).ask_all(
+        lambda stub, metadata, timeout_s: stub.GetTraffic(ask, metadata=metadata, timeout=timeout_s)
+    )
+    for reply in replies:
+        if reply.answer is None:
+            continue
+        typer.echo(f"{reply.server}: rules of {reply.answer.source}")
+        typer.echo(json.dumps(json.loads(reply.answer.table), indent=2))
+        for name in reply.answer.names:
+            typer.echo(f"{name.name}: weights {name.weights_digest[:16]}")
+    return _status_of(replies)
+
+
+@traffic.command("set")
+def set_traffic(
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help="Rules, YAML or JSON; none = those of the routers' file.")
+    ] = None,
+) -> int:
+    """Put rules in force in every router given, until its own file changes or it restarts."""
+    from services.pb import admin_pb2
+
+    text = ""
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            typer.echo(f"isthmus: {file} cannot be read ({reason})", err=True)
+            return exits.USAGE
+    ask = admin_pb2.SetTrafficRequest(table=text)
+    replies = _routers(context).ask_all(
+        lambda stub, metadata, timeout_s: stub.SetTraffic(ask, metadata=metadata, timeout=timeout_s)
+    )
+    return _status_of(replies)
+
+
 def write_bundle(path: Path, files: dict[str, bytes]) -> None:
     """Write a tar archive only its owner can read; an existing file is not overwritten."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -92,7 +92,8 @@ def router(
     from services.models.catalog import resolve
 
     cache_dir = Path(loaded.model.cache_dir) if loaded.model.cache_dir else None
-    return run_router(loaded, resolve(loaded.model.name, cache_dir))
+    more = tuple(_further(entry, cache_dir) for entry in loaded.router.more_models)
+    return run_router(loaded, resolve(loaded.model.name, cache_dir), more)
 
 
 def worker(
@@ -141,6 +142,14 @@ def worker(
     from services.worker.model_backend import load_model_backend
 
     return run_worker(loaded, load_model_backend)
+
+
+def _further(entry: str, cache_dir: Path | None) -> tuple[str, Path]:
+    """Read `MODEL` or `NAME=MODEL`; an empty name is the model's own."""
+    from services.models.catalog import resolve
+
+    name, has_name, model = entry.partition("=")
+    return (name, resolve(model, cache_dir)) if has_name else ("", resolve(entry, cache_dir))
 
 
 def _set_up_logs(config: IsthmusConfig, static: dict[str, object]) -> None:

@@ -55,6 +55,8 @@ GRPC_POLICY: Mapping[str, Access] = {
     "/isthmus.v1.Admin/FlushCache": Access.ADMIN,
     "/isthmus.v1.Admin/SetLogLevel": Access.ADMIN,
     "/isthmus.v1.Admin/Diagnostics": Access.ADMIN,
+    "/isthmus.v1.Admin/GetTraffic": Access.ADMIN,
+    "/isthmus.v1.Admin/SetTraffic": Access.ADMIN,
     "/isthmus.v1.Worker/Link": Access.ROUTER,
     "/isthmus.v1.Worker/Status": Access.PEER,
     "/isthmus.v1.Worker/Drain": Access.ROUTER,

@@ -112,6 +112,20 @@ class RouterSettings(Section):
         False, "have a second worker do a prefill that is slow, and take whichever is first"
     )
     drain_s: float = setting(10.0, "longest wait for running requests at shutdown", unit="s", ge=0)
+    more_models: tuple[str, ...] = setting(
+        (),
+        "further models this router serves, each with workers of its own: `MODEL` as in "
+        "model.name, or `NAME=MODEL` for another name than its own",
+        public=True,
+    )
+    traffic_file: str = setting(
+        "",
+        "aliases, canaries and mirrors (YAML or JSON), reread when it changes; empty = none",
+        public=True,
+    )
+    max_mirrors: int = setting(
+        8, "copies of mirrored requests at once; more are not made", unit="requests", ge=0
+    )
     max_reports: int = setting(
         1_024, "ended requests `isthmus explain` can tell of", unit="requests", ge=0, le=100_000
     )

@@ -32,6 +32,8 @@ def worker_message(worker: WorkerView, lease_ms: int) -> admin_pb2.WorkerView:
         in_flight=worker.booked.in_flight,
         lease_age_ms=max(0, lease_ms - lease_left_ms),
         load=load,
+        model=worker.info.model,
+        weights_digest=worker.info.weights_digest,
     )
 
 

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from services.common.clock import Clock
-from services.common.errors import IsthmusError, RequestError
+from services.common.errors import ConfigError, IsthmusError, RequestError
 from services.gateway.admin_messages import (
     latencies_message,
     report_message,
@@ -21,8 +21,10 @@ from services.gateway.admin_messages import (
     worker_message,
 )
 from services.gateway.grpc_call import AnyContext, abort
+from services.gateway.traffic_control import TrafficControl
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.router.dispatch import Router
+from services.router.model_set import ModelSet
+from services.router.traffic import names_of, parse_table, resolve
 from services.router.view import WorkerView
 from services.router.worker_calls import CALL_TIMEOUT_S, call_worker
 from services.telemetry.diagnostics import json_file
@@ -45,15 +47,17 @@ class AdminConfig:
 
     lease_ms: int  # life of a worker's lease, as this cluster is configured
     describe: Callable[[], Mapping[str, bytes]] = dict  # this process, for a bundle
+    traffic: TrafficControl | None = None  # None = this process has no rules to change
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Shows neither prompts nor answers. Who may call what is in services.common.access."""
 
-    def __init__(self, router: Router, clock: Clock, config: AdminConfig) -> None:
-        self._router = router
+    def __init__(self, models: ModelSet, clock: Clock, config: AdminConfig) -> None:
+        self._router = models
         self._clock = clock
         self._config = config
+        self._traffic = config.traffic or TrafficControl(None, clock)
         self._started = clock.now()
 
     # -- looking -----------------------------------------------------------------------------
@@ -109,7 +113,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         """Describe this router and every worker it can reach; secrets are redacted."""
         async with _answering(context):
             files = {f"router/{name}": text for name, text in self._own_files().items()}
-            workers = self._router.view().workers
+            workers = self._router.workers()
             for found in await asyncio.gather(*map(_worker_files(self._router), workers)):
                 files.update(found)
             return admin_pb2.DiagnosticsResponse(files=_within_bounds(files))
@@ -233,15 +237,52 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             )
             return admin_pb2.SetLogLevelResponse(previous=answer.previous)
 
+    async def GetTraffic(
+        self,
+        request: admin_pb2.GetTrafficRequest,
+        context: grpc.aio.ServicerContext[
+            admin_pb2.GetTrafficRequest, admin_pb2.GetTrafficResponse
+        ],
+    ) -> admin_pb2.GetTrafficResponse:
+        """Return the traffic rules in force and the names they make."""
+        table, served = self._traffic.table(), self._router.served_models()
+        names = [
+            admin_pb2.ModelName(
+                name=name, weights_digest=resolve(table, name, b"", served).weights_digest
+            )
+            for name in names_of(table, served)
+        ]
+        return admin_pb2.GetTrafficResponse(
+            table=table.model_dump_json(), source=self._traffic.source, names=names
+        )
+
+    async def SetTraffic(
+        self,
+        request: admin_pb2.SetTrafficRequest,
+        context: grpc.aio.ServicerContext[
+            admin_pb2.SetTrafficRequest, admin_pb2.SetTrafficResponse
+        ],
+    ) -> admin_pb2.SetTrafficResponse:
+        """Put traffic rules in force in this process, until its file changes."""
+        async with _answering(context):
+            try:
+                table = parse_table(request.table, "table") if request.table else None
+            except ConfigError as error:
+                raise RequestError("invalid_argument", str(error), param="table") from None
+            self._traffic.set(table)
+            log.warning("admin.traffic_set", source=self._traffic.source)
+            return admin_pb2.SetTrafficResponse()
+
     # -- inside ------------------------------------------------------------------------------
 
     def _status(self) -> admin_pb2.ClusterStatusResponse:
         router = self._router
         is_degraded, reason = router.is_degraded
-        workers = router.view().workers
+        workers = router.workers()
         return admin_pb2.ClusterStatusResponse(
             router_id=router.config.router_id,
             model=router.served_models()[0].name,
+            models=[model.name for model in router.served_models()],
             workers=[worker_message(worker, self._config.lease_ms) for worker in workers],
             requests_open=router.num_open,
             degraded=is_degraded,
@@ -276,10 +317,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         worker_id: str,
         call: Callable[[worker_pb2_grpc.WorkerAsyncStub], Awaitable[Answer]],
     ) -> Answer:
-        view = self._router.view()
-        worker = next((w for w in view.workers if w.worker_id == worker_id), None)
+        workers = self._router.workers()
+        worker = next((w for w in workers if w.worker_id == worker_id), None)
         if worker is None:
-            known = ", ".join(w.worker_id for w in view.workers) or "none"
+            known = ", ".join(w.worker_id for w in workers) or "none"
             raise RequestError(
                 "not_found",
                 f"this router knows no worker {worker_id[:64]!r}; known: {known}",
@@ -288,7 +329,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return await call_worker(worker, self._router.config.link, call)
 
 
-def _worker_files(router: Router) -> Callable[[WorkerView], Awaitable[dict[str, bytes]]]:
+def _worker_files(router: ModelSet) -> Callable[[WorkerView], Awaitable[dict[str, bytes]]]:
     async def ask(worker: WorkerView) -> dict[str, bytes]:
         """Say why where a worker does not answer: that is what a bundle is made for."""
         folder = f"workers/{worker.worker_id}"

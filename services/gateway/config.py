@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.common.limits import Limits
 from services.gateway.accounting import Accounting
 from services.gateway.auth import AuthConfig
 from services.gateway.namespaces import Namespaces, random_secret
+from services.gateway.traffic_control import TrafficControl
 from services.runtime.tls import TlsIdentity
+from services.text.tokenizer import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,10 @@ class GatewayConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)  # open to everyone who reaches the port
     namespaces: Namespaces = field(default_factory=lambda: Namespaces(random_secret()))
     tls: TlsIdentity | None = None  # None = plaintext
+    more_texts: Mapping[str, TextModel] = field(default_factory=dict)  # of models beside the first
+    traffic: TrafficControl | None = None  # None = names are those of models
+    max_mirrors: int = 8  # copies of requests that may run at once
+    note_mirrored: Callable[[str], None] | None = None  # told what became of every copy
     accounting: Accounting | None = None  # None = no limits of tenants, no usage, no audit log
     shares_ports: bool = False  # with other processes of this router, by SO_REUSEPORT
     max_message_bytes: int = 16 << 20  # gRPC, both ways

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
+from services.common.ids import new_request_id
 from services.gateway.accounting import Accounting
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.idempotency import IdempotencyTable
+from services.gateway.mirror import Mirror
 from services.gateway.prepare import Preparer
 from services.gateway.shared_run import SharedRun
 from services.gateway.spec import GenerateSpec
 from services.gateway.validate import Arrival, deadline_of
-from services.router.api import RouterOutput, RouterPort
+from services.router.api import GenerateCall, RequestEnd, RouterOutput, RouterPort
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -45,6 +48,7 @@ class FrontDesk:
             config.max_idempotency_keys, config.max_kept_outputs, config.idempotency_ttl_s
         )
         self._shared: set[SharedRun] = set()  # running
+        self._mirror = Mirror(router, config.max_mirrors, config.note_mirrored)
         self._num_open = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -109,6 +113,7 @@ class FrontDesk:
 
     async def close(self) -> None:
         """Cancel the runs nobody may be reading."""
+        await self._mirror.close()
         for run in tuple(self._shared):
             await run.close()
 
@@ -117,6 +122,7 @@ class FrontDesk:
     ) -> AsyncGenerator[RouterOutput, None]:
         self._num_open += 1
         self._idle.clear()
+        has_ended = False
         try:
             call = await self.preparer.call(spec, arrival)
             # The iterator may lack aclose() in a fake; the real one is a generator.
@@ -129,6 +135,7 @@ class FrontDesk:
                 )
                 async for output in outputs:
                     bill.note(output)
+                    has_ended = isinstance(output, RequestEnd)
                     yield output
         except IsthmusError:
             raise
@@ -145,6 +152,30 @@ class FrontDesk:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+            if has_ended:
+                self._offer_copy(spec, arrival)
+
+    def _offer_copy(self, spec: GenerateSpec, arrival: Arrival) -> None:
+        """Have a request that is over answered once more, where a rule says so."""
+        mirrored = self.preparer.mirrored(spec, arrival)
+        if mirrored is None:
+            return
+        # It is nobody's: billed to none, in no hurry, with no target to meet.
+        copy = replace(mirrored, priority=0, slo_ttft_ms=0, slo_tpot_ms=0, force_mode=None)
+        nobody = replace(
+            arrival,
+            request_id=new_request_id(),
+            received_at=self.clock.now(),
+            tenant="",
+            traceparent="",
+            time_left_s=None,
+        )
+
+        async def prepare() -> GenerateCall:
+            self.preparer.check(copy)
+            return await self.preparer.call(copy, nobody)
+
+        self._mirror.offer(prepare)
 
     def _run_done(self, tenant: str, key: str, run: SharedRun) -> None:
         self._shared.discard(run)

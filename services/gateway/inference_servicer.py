@@ -30,12 +30,13 @@ from services.gateway.http_io import traceparent_of
 from services.gateway.input_bounds import check_count, check_text
 from services.gateway.rate_limits import rate_headers
 from services.gateway.spec import ChatInput, TextInput
-from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.gateway.validate import Arrival, check_turns, session_of
 from services.gateway.wire_names import (
     CLIENT_REQUEST_ID,
     FORCE_MODE,
     GRPC_CLIENT_REQUEST_ID,
     REQUEST_ID,
+    SESSION,
     TRACEPARENT,
 )
 from services.pb import inference_pb2, inference_pb2_grpc
@@ -155,9 +156,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         progress = _Progress(new_request_id(), self._clock.now())
         try:
             with self._admitted(context, progress):
-                self._check_model(request.model)
+                model = self._desk.preparer.model(request.model)
                 ids = unpack_ids(request.token_ids, "token_ids")
-                text = self._desk.preparer.detokenize(ids, "token_ids")
+                text = self._desk.preparer.detokenize(ids, "token_ids", model)
         except IsthmusError as error:
             progress.code = error.spec.code
             await abort(context, error)
@@ -215,7 +216,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             namespace=caller.namespace,
             traceparent=traceparent_of(metadata.get(TRACEPARENT.name, "")),
             time_left_s=_time_left(context),
+            session=session_of(metadata.get(SESSION.name, ""), self._limits),
         )
+        spec = self._desk.preparer.resolved(spec, arrival)
         outputs = self._desk.generate(spec, arrival, *_idempotency(request))
         limit = asyncio.get_running_loop().time() + self._desk.time_left_s(spec, arrival)
         first: RequestId | None = progress.request_id
@@ -258,7 +261,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _tokenize(
         self, request: inference_pb2.TokenizeRequest, received_at: float, time_left: float | None
     ) -> list[int]:
-        self._check_model(request.model)
+        model = self._desk.preparer.model(request.model)
         prompt: TextInput | ChatInput
         if request.WhichOneof("input") == "chat":
             prompt = chat_input(request.chat, self._limits, "chat.messages")
@@ -269,13 +272,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         timeout_s = self._limits.default_timeout_ms / 1000
         if time_left is not None:
             timeout_s = min(timeout_s, time_left)
-        ids = await self._desk.preparer.tokenize(prompt, True, received_at + timeout_s, "text")
+        ids = await self._desk.preparer.tokenize(
+            prompt, True, received_at + timeout_s, "text", model
+        )
         return [int(token_id) for token_id in ids]
-
-    def _check_model(self, name: str) -> None:
-        served = self._desk.preparer.model().name
-        if name and name != served:
-            raise model_not_found(name, served)
 
     def _check_ids(self, request: inference_pb2.GenerateRequest) -> None:
         for param in ("request_id", "idempotency_key"):

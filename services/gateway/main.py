@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig
 from services.common.config_source import public_values
-from services.common.model_manifest import read_manifest
+from services.common.errors import ConfigError
+from services.common.model_manifest import ModelManifest, read_manifest
 from services.gateway.access_setup import (
     Surroundings,
     accounting,
@@ -25,6 +28,7 @@ from services.gateway.observed_router import ObservedRouter
 from services.gateway.server import GatewayServer, GrpcService
 from services.gateway.telemetry_hooks import TelemetryHooks
 from services.gateway.trace_ids import TraceIds
+from services.gateway.traffic_control import TrafficControl
 from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
@@ -34,8 +38,10 @@ from services.registry.store_client import store_address
 from services.router.config import LinkConfig, LinkTls, RouterConfig, admission_config
 from services.router.dispatch import Router
 from services.router.hedge import HedgeConfig
-from services.router.hooks import MetricsHooks
+from services.router.hooks import MetricsHooks, RouterHooks
+from services.router.model_set import ModelSet
 from services.router.policy import PolicyConfig
+from services.router.reports import RecentRequests
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.runtime.tls import cluster_identity, door_identity
@@ -50,53 +56,93 @@ from services.text.tokenizer import TextModel
 
 log = get_logger(__name__)
 
+Named = tuple[str, Path]  # the name a model is served under, empty = its own; where it is
 _LAST_WORDS_S = 2.0  # for the doors to write the errors of requests that did not end in time
 
 
-def run_router(config: IsthmusConfig, model_dir: Path) -> int:
-    """Run until a signal; return the exit status. `model_dir` is a resolved directory.
+def run_router(config: IsthmusConfig, model_dir: Path, more: Sequence[Named] = ()) -> int:
+    """Run until a signal; return the exit status. Models are resolved directories, `more` further.
 
     Raises ConfigError for a configuration no router can run with.
     """
     ensure_open_files()
     check_access_files(config.auth)
-    process = _RouterProcess(config, model_dir, SystemClock())
+    models = ((config.model.served_name, model_dir), *more)
+    process = _RouterProcess(config, models, SystemClock())
     return run_service(
         Phases(process.start, process.drain, process.stop), drain_s=config.router.drain_s
+    )
+
+
+@dataclass(slots=True)
+class _Served:
+    """What this process has of one model."""
+
+    manifest: ModelManifest
+    text: TextModel
+    reader: RedisRegistryReader
+
+    @classmethod
+    def load(cls, config: IsthmusConfig, named: Named, clock: Clock) -> _Served:
+        """Read the text side; workers of the model register under its digest."""
+        name, model_dir = named
+        manifest = read_manifest(model_dir)
+        if name:
+            manifest = manifest.model_copy(update={"name": name})
+        reader = RedisRegistryReader(
+            store_address(config.store),
+            namespace_of(manifest.weights_digest),
+            clock,
+            reader_config(config.store.call_timeout_ms / 1000),
+        )
+        return cls(manifest, TextModel.load(model_dir), reader)
+
+
+def _routers(
+    served: Sequence[_Served], config: RouterConfig, clock: Clock, hooks: RouterHooks
+) -> ModelSet:
+    """Make a router for every model."""
+    digests = {model.manifest.weights_digest for model in served}
+    if len(digests) != len(served):
+        raise ConfigError("router.more_models: two of the models have the same weights")
+    recent = RecentRequests(config.max_reports)
+    return ModelSet(
+        [
+            Router(config, model.manifest, model.text, model.reader, clock, hooks, recent)
+            for model in served
+        ]
     )
 
 
 class _RouterProcess:
     """The phases of one router process."""
 
-    def __init__(self, config: IsthmusConfig, model_dir: Path, clock: Clock) -> None:
+    def __init__(self, config: IsthmusConfig, models: Sequence[Named], clock: Clock) -> None:
         self._config = config
         settings = config.router
         router_id = settings.router_id or f"router-{os.getpid()}"
-        manifest = read_manifest(model_dir)
-        if config.model.served_name:
-            manifest = manifest.model_copy(update={"name": config.model.served_name})
-        text = TextModel.load(model_dir)
         self._metrics = Metrics.enabled()
         self._metrics.begin(catalog.ROUTER_TOTALS)
         self._metrics.watch(catalog.ROUTER_INFO, lambda: ((1.0, {"router_id": router_id}),))
         self._metrics_server: MetricsServer | None = None
         self._tracing = setup_tracing(config.telemetry, service="router", instance=router_id)
         self._metrics.watch(catalog.SPANS_DROPPED, lambda: self._tracing.num_dropped)
-        self._reader = RedisRegistryReader(
-            store_address(config.store),
-            namespace_of(manifest.weights_digest),
-            clock,
-            reader_config(config.store.call_timeout_ms / 1000),
-        )
+        served = [_Served.load(config, named, clock) for named in models]
+        first, more = served[0], served[1:]
+        self._readers = [model.reader for model in served]
         names = namespaces(config.auth)
-        store = LimitStore(Keys(namespace_of(manifest.weights_digest)), router_id, self._reader.run)
+        keys = Keys(namespace_of(first.manifest.weights_digest))
+        store = LimitStore(keys, router_id, first.reader.run)
         around = Surroundings(router_id, store, self._metrics, clock)
         doors = door_identity(config.tls, clock)
         identity = cluster_identity(config.tls, clock)
         in_use = {"doors": doors, "cluster": identity}
         watch_expiry(self._metrics, clock, {use: tls.expires for use, tls in in_use.items() if tls})
-        self._router = Router(
+        traffic = TrafficControl(
+            Path(settings.traffic_file) if settings.traffic_file else None, clock
+        )
+        self._router = _routers(
+            served,
             RouterConfig(
                 router_id=router_id,
                 force_mode=settings.force_mode or None,
@@ -111,9 +157,6 @@ class _RouterProcess:
                 ),
                 policy=PolicyConfig(bypass_tokens=settings.bypass_tokens),
             ),
-            manifest,
-            text,
-            self._reader,
             clock,
             MetricsHooks(self._metrics),
         )
@@ -123,16 +166,23 @@ class _RouterProcess:
             AdminConfig(
                 lease_ms=config.lease.worker_lease_ms,
                 describe=lambda: process_files(public_values(config), self._metrics),
+                traffic=traffic,
             ),
         )
         trace_ids = TraceIds()
         self._gateway = GatewayServer(
             ObservedRouter(self._router, self._tracing, self._metrics, clock, trace_ids),
-            text,
-            manifest,
+            first.text,
+            first.manifest,
             GatewayConfig(
                 limits=config.limits,
                 tls=doors,
+                more_texts={model.manifest.name: model.text for model in more},
+                traffic=traffic,
+                max_mirrors=settings.max_mirrors,
+                note_mirrored=lambda outcome: self._metrics.add(
+                    catalog.MIRRORED, 1, outcome=outcome
+                ),
                 auth=auth_config(config),
                 namespaces=names,
                 accounting=accounting(config, names, around),
@@ -192,7 +242,8 @@ class _RouterProcess:
         """End what is left, with a code its clients get to see, and let go of everything."""
         await self._router.stop()
         await self._gateway.stop(_LAST_WORDS_S)
-        await self._reader.close()
+        for reader in self._readers:
+            await reader.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
         await asyncio.to_thread(self._tracing.shutdown, 1.0)

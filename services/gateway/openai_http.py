@@ -28,7 +28,7 @@ from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
 from services.gateway.prepare import TextPool
 from services.gateway.rate_limits import rate_headers
 from services.gateway.spec import ChatInput, GenerateSpec
-from services.gateway.validate import Arrival, check_turns, model_not_found
+from services.gateway.validate import Arrival, check_turns, session_of
 from services.gateway.wire_names import (
     CHAT_ROUTE,
     COMPLETION_ROUTE,
@@ -44,6 +44,7 @@ from services.gateway.wire_names import (
     PREFILL_WORKER,
     READY_ROUTE,
     ROUTE,
+    SESSION,
     TIMING,
     TOKENIZE_ROUTE,
     TRACEPARENT,
@@ -105,11 +106,13 @@ class HttpDoor:
             tenant=exchange.caller.tenant,
             namespace=exchange.caller.namespace,
             traceparent=traceparent_of(exchange.headers.get(TRACEPARENT.name, "")),
+            session=session_of(exchange.headers.get(SESSION.name, ""), self._limits),
         )
+        spec = self._desk.preparer.resolved(spec, arrival)
         key = self._idempotency_key(exchange)
         digest = hashlib.sha256(exchange.route.encode() + b"\0" + raw).digest() if key else b""
         outputs = self._desk.generate(spec, arrival, key, digest)
-        facts = self._facts(exchange, request)
+        facts = self._facts(exchange, request, spec)
         work = self._stream if request.stream else self._whole
         try:
             async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
@@ -188,24 +191,20 @@ class HttpDoor:
 
     async def _model(self, exchange: Exchange) -> None:
         name = (exchange.path_params or {}).get("model_id", "")
-        models = self._desk.preparer.models()
-        for model in models:
-            if model.name == name:
-                await exchange.responder.whole(200, dump(self._model_object(model)))
-                return
-        raise model_not_found(name, ", ".join(model.name for model in models))
+        model = replace(self._desk.preparer.model(name), name=name)
+        await exchange.responder.whole(200, dump(self._model_object(model)))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         raw = await self._read(exchange)
         body = await self._parse(raw, lambda parsed: parse_tokenize(parsed, self._limits))
-        model = self._check_model(body.model)
+        model = self._desk.preparer.model(body.model)
         if isinstance(body.prompt, ChatInput):
             check_turns(body.prompt, self._limits, "messages")
         else:
             check_text(body.prompt.text, "prompt")
         deadline = exchange.received_at + self._limits.default_timeout_ms / 1000
         ids = await self._desk.preparer.tokenize(
-            body.prompt, body.add_special_tokens, deadline, "prompt"
+            body.prompt, body.add_special_tokens, deadline, "prompt", model
         )
         answer = {
             "count": len(ids),
@@ -217,8 +216,8 @@ class HttpDoor:
     async def _detokenize(self, exchange: Exchange) -> None:
         raw = await self._read(exchange)
         name, tokens = await self._parse(raw, parse_detokenize)
-        self._check_model(name)
-        text = self._desk.preparer.detokenize(tokens.token_ids, "tokens")
+        model = self._desk.preparer.model(name)
+        text = self._desk.preparer.detokenize(tokens.token_ids, "tokens", model)
         await exchange.responder.whole(200, dump({"prompt": text}))
 
     async def _health(self, exchange: Exchange) -> None:
@@ -251,12 +250,6 @@ class HttpDoor:
             lambda: parse(parse_json(raw, depth)), self._config.http_body_timeout_s
         )
 
-    def _check_model(self, name: str) -> ServedModel:
-        model = self._desk.preparer.model()
-        if name and name != model.name:
-            raise model_not_found(name, model.name)
-        return model
-
     def _with_headers(self, spec: GenerateSpec, exchange: Exchange) -> GenerateSpec:
         """Add what clients say in headers; values are checked with the rest."""
         mode = exchange.headers.get(spec.names.force_mode)
@@ -279,8 +272,8 @@ class HttpDoor:
             )
         return key
 
-    def _facts(self, exchange: Exchange, request: OpenAIRequest) -> AnswerFacts:
-        model = self._desk.preparer.model()
+    def _facts(self, exchange: Exchange, request: OpenAIRequest, spec: GenerateSpec) -> AnswerFacts:
+        model = self._desk.preparer.exactly(spec)
         timing = exchange.headers.get(TIMING.name, "").lower() in _TRUE
         return AnswerFacts(
             request_id=exchange.request_id,

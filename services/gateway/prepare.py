@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy.typing as npt
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.limits import Limits
-from services.gateway.spec import ChatInput, GenerateSpec, PromptInput, TextInput
+from services.gateway.spec import ChatInput, GenerateSpec, PromptInput, TokenInput
+from services.gateway.traffic_control import TrafficControl, traffic_key
 from services.gateway.validate import (
     Arrival,
     build_call,
@@ -24,6 +26,7 @@ from services.gateway.validate import (
     deadline_of,
 )
 from services.router.api import GenerateCall, RouterPort, ServedModel
+from services.router.traffic import TrafficTable, mirror_of, names_of, resolve
 from services.text.tokenizer import TextModel
 
 T = TypeVar("T")
@@ -75,63 +78,95 @@ class Preparer:
     """Checks requests, writes prompts and tokenises them, for both front doors."""
 
     def __init__(
-        self, router: RouterPort, text: TextModel, limits: Limits, pool: TextPool, clock: Clock
+        self,
+        router: RouterPort,
+        texts: Mapping[str, TextModel],
+        limits: Limits,
+        pool: TextPool,
+        clock: Clock,
+        traffic: TrafficControl,
     ) -> None:
+        """`texts`: the text side of every model, by the name it is served under."""
         self._router = router
-        self._text = text
+        self._texts = texts
         self._limits = limits
         self._pool = pool
         self._clock = clock
+        self._traffic = traffic
 
-    @property
-    def text(self) -> TextModel:
-        """The text side of the model."""
-        return self._text
+    # -- which model -------------------------------------------------------------------------
 
     def models(self) -> tuple[ServedModel, ...]:
-        """Every model of this cluster."""
-        return self._router.served_models()
+        """Every name a request may give: models, and aliases as the model most get."""
+        table, served = self._traffic.table(), self._router.served_models()
+        return tuple(
+            replace(resolve(table, name, b"", served), name=name)
+            for name in names_of(table, served)
+        )
 
-    def model(self) -> ServedModel:
-        """The model this cluster serves."""
-        models = self._router.served_models()
-        if not models:
-            raise RequestError("no_workers", "no model is served yet", retry_after_ms=1000)
-        return models[0]
+    def model(self, name: str = "") -> ServedModel:
+        """Return the model behind a name or an alias; empty = the default one."""
+        return resolve(self._traffic.table(), name, b"", self._router.served_models())
+
+    def resolved(self, spec: GenerateSpec, arrival: Arrival) -> GenerateSpec:
+        """Put the name of the model that is to answer in the place of what the client said."""
+        served = self._router.served_models()
+        key = traffic_key(spec, arrival)
+        return replace(spec, model=resolve(self._traffic.table(), spec.model, key, served).name)
+
+    def mirrored(self, spec: GenerateSpec, arrival: Arrival) -> GenerateSpec | None:
+        """Return a request for the model that mirrors a resolved one, if one does."""
+        table = self._traffic.table()
+        if not table.mirrors:
+            return None
+        served = self._router.served_models()
+        model = mirror_of(table, spec.model, traffic_key(spec, arrival), served)
+        return None if model is None else replace(spec, model=model.name)
+
+    def exactly(self, spec: GenerateSpec) -> ServedModel:
+        """Return the model of a resolved request."""
+        return resolve(TrafficTable(), spec.model, b"", self._router.served_models())
+
+    # -- requests ----------------------------------------------------------------------------
 
     def check(self, spec: GenerateSpec) -> None:
-        """Check all that needs no tokens."""
-        check_spec(spec, self._limits, self.model())
+        """Check all of a resolved request that needs no tokens."""
+        check_spec(spec, self._limits, self.exactly(spec))
 
     async def call(self, spec: GenerateSpec, arrival: Arrival) -> GenerateCall:
-        """Make a tokenised call from a spec that was checked."""
-        model = self.model()
+        """Make a tokenised call from a resolved spec that was checked."""
+        model = self.exactly(spec)
         deadline = deadline_of(spec.timeout_ms, arrival, self._limits)
-        token_ids = await self.tokenize(spec.prompt, True, deadline, spec.names.prompt)
+        token_ids = await self.tokenize(spec.prompt, True, deadline, spec.names.prompt, model)
         return build_call(
             spec, token_ids, arrival, self._limits, model, lambda: secrets.randbits(63)
         )
 
     async def tokenize(
-        self, prompt: PromptInput, add_special: bool, deadline: float, param: str
+        self,
+        prompt: PromptInput,
+        add_special: bool,
+        deadline: float,
+        param: str,
+        model: ServedModel,
     ) -> npt.NDArray[np.uint32]:
-        """Turn a checked prompt into ids."""
+        """Turn a checked prompt into ids of a model."""
+        if isinstance(prompt, TokenInput):
+            return check_token_ids(prompt.token_ids, model.vocab_size, param)
+        text_model = self._texts[model.name]
         if isinstance(prompt, ChatInput):
             return await self._pool.run(
-                lambda: self._tokenize_chat(prompt, param), deadline - self._clock.now()
+                lambda: _tokenize_chat(text_model, prompt, param), deadline - self._clock.now()
             )
-        if isinstance(prompt, TextInput):
-            text = prompt.text
-            if len(text.encode()) <= self._limits.inline_tokenize_bytes:
-                return self._encode(text, add_special, param)
-            return await self._pool.run(
-                lambda: self._encode(text, add_special, param), deadline - self._clock.now()
-            )
-        return check_token_ids(prompt.token_ids, self.model().vocab_size, param)
+        text = prompt.text
+        if len(text.encode()) <= self._limits.inline_tokenize_bytes:
+            return _encode(text_model, text, add_special, param)
+        return await self._pool.run(
+            lambda: _encode(text_model, text, add_special, param), deadline - self._clock.now()
+        )
 
-    def detokenize(self, token_ids: npt.NDArray[np.int64], param: str) -> str:
-        """Turn ids into text, special tokens included."""
-        model = self.model()
+    def detokenize(self, token_ids: npt.NDArray[np.int64], param: str, model: ServedModel) -> str:
+        """Turn ids of a model into text, special tokens included."""
         if token_ids.size > model.context_length:
             raise RequestError(
                 "context_length_exceeded",
@@ -140,25 +175,29 @@ class Preparer:
             )
         ids = check_token_ids(token_ids, model.vocab_size, param)
         check_vocabulary(ids, model.vocab_size, param)
-        return self._text.decode(ids.tolist())
+        return self._texts[model.name].decode(ids.tolist())
 
-    def _tokenize_chat(self, prompt: ChatInput, param: str) -> npt.NDArray[np.uint32]:
-        context = self._text.manifest.context_length
-        return self._fitting(self._text.encode_chat_at_most(prompt.turns, context), param)
 
-    def _encode(self, text: str, add_special: bool, param: str) -> npt.NDArray[np.uint32]:
-        context = self._text.manifest.context_length
-        return self._fitting(self._text.encode_at_most(text, add_special, context), param)
+def _tokenize_chat(text: TextModel, prompt: ChatInput, param: str) -> npt.NDArray[np.uint32]:
+    context = text.manifest.context_length
+    return _fitting(text.encode_chat_at_most(prompt.turns, context), context, param)
 
-    def _fitting(
-        self, token_ids: npt.NDArray[np.uint32] | None, param: str
-    ) -> npt.NDArray[np.uint32]:
-        context = self._text.manifest.context_length
-        if token_ids is None:
-            raise RequestError(
-                "context_length_exceeded",
-                f"{param} has {context + 1} tokens at least; the model's context of {context} "
-                "tokens must hold it and the answer; shorten it",
-                param=param,
-            )
-        return token_ids
+
+def _encode(
+    text_model: TextModel, text: str, add_special: bool, param: str
+) -> npt.NDArray[np.uint32]:
+    context = text_model.manifest.context_length
+    return _fitting(text_model.encode_at_most(text, add_special, context), context, param)
+
+
+def _fitting(
+    token_ids: npt.NDArray[np.uint32] | None, context: int, param: str
+) -> npt.NDArray[np.uint32]:
+    if token_ids is None:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{param} has {context + 1} tokens at least; the model's context of {context} "
+            "tokens must hold it and the answer; shorten it",
+            param=param,
+        )
+    return token_ids

@@ -29,6 +29,7 @@ from services.gateway.inference_servicer import InferenceServicer
 from services.gateway.openai_http import HttpDoor
 from services.gateway.prepare import Preparer, TextPool
 from services.gateway.reflection import V1, V1ALPHA, add_reflection
+from services.gateway.traffic_control import TrafficControl
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.router.api import RouterPort
 from services.telemetry.logs import get_logger
@@ -92,7 +93,9 @@ class GatewayServer:
         self._config = config
         self._extra_services = tuple(extra_services)
         self._pool = TextPool(config.text_threads, config.max_text_jobs)
-        preparer = Preparer(router, text, config.limits, self._pool, clock)
+        texts = {manifest.name: text, **config.more_texts}
+        traffic = config.traffic or TrafficControl(None, clock)
+        preparer = Preparer(router, texts, config.limits, self._pool, clock, traffic)
         self.desk = FrontDesk(router, preparer, config, clock, self._accounting)
         self.authenticator = Authenticator(config.auth, config.namespaces, clock)
         self.http = HttpDoor(self.desk, self._pool, self.authenticator, hooks)

@@ -15,6 +15,7 @@ from services.common.limits import Limits
 from services.common.sampling import SamplingParams
 from services.gateway.input_bounds import check_count, check_range, check_text
 from services.gateway.spec import ChatInput, GenerateSpec, TextInput, TokenInput
+from services.gateway.wire_names import SESSION
 from services.router.api import GenerateCall, ServedModel
 from services.router.policy import MODES
 
@@ -32,6 +33,7 @@ class Arrival:
     namespace: str = ""  # the tenant's name in block hashes
     traceparent: str = ""
     time_left_s: float | None = None  # what the transport's own deadline leaves
+    session: str = ""  # the client's name for what belongs together
 
 
 def check_spec(spec: GenerateSpec, limits: Limits, model: ServedModel) -> None:
@@ -96,6 +98,7 @@ def build_call(
         traceparent=arrival.traceparent,
         slo_ttft_ms=spec.slo_ttft_ms,
         slo_tpot_ms=spec.slo_tpot_ms,
+        session=arrival.session,
     )
 
 
@@ -105,6 +108,12 @@ def deadline_of(timeout_ms: int, arrival: Arrival, limits: Limits) -> float:
     if arrival.time_left_s is not None:
         timeout_s = min(timeout_s, arrival.time_left_s)
     return arrival.received_at + timeout_s
+
+
+def session_of(value: str, limits: Limits) -> str:
+    """Check a client's name for requests that belong together; empty = it gave none."""
+    check_count(len(value.encode()), limits.max_id_bytes, SESSION.name, "bytes")
+    return value
 
 
 def check_vocabulary(token_ids: npt.NDArray[np.uint32], vocab_size: int, param: str) -> None:

@@ -59,6 +59,11 @@ FORCE_MODE = WireName(
     "x-isthmus-force-mode", _GENERATE,
     "`REMOTE`, `LOCAL` or `STAY`: that mode, or the error `no_workers`.",
 )  # fmt: skip
+SESSION = WireName(
+    "x-isthmus-session", _GENERATE,
+    "The client's name for requests that belong together: they get the same model of an alias, and "
+    "the same workers where several are as good.",
+)  # fmt: skip
 IDEMPOTENCY_KEY = WireName(
     "idempotency-key", _GENERATE,
     "A repeat with the same body joins the running request or gets its answer again, for ten "
@@ -77,8 +82,8 @@ CLIENT_REQUEST_ID = WireName(
     "x-request-id", "every route", "The client's own name for the request, for the log line only."
 )
 REQUEST_HEADERS = (
-    AUTHORIZATION, API_KEY, TIMING, TIMEOUT, FORCE_MODE, IDEMPOTENCY_KEY, TRACEPARENT, SLO_TTFT,
-    SLO_TPOT, CLIENT_REQUEST_ID,
+    AUTHORIZATION, API_KEY, TIMING, TIMEOUT, FORCE_MODE, SESSION, IDEMPOTENCY_KEY, TRACEPARENT,
+    SLO_TTFT, SLO_TPOT, CLIENT_REQUEST_ID,
 )  # fmt: skip
 
 REQUEST_ID = WireName(

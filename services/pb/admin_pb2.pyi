@@ -48,6 +48,8 @@ class WorkerView(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LEASE_AGE_MS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     role: _builtins.str
@@ -59,6 +61,9 @@ class WorkerView(_message.Message):
     incarnation: _builtins.int
     in_flight: _builtins.int
     lease_age_ms: _builtins.int
+    model: _builtins.str
+    """as it registered"""
+    weights_digest: _builtins.str
     @_builtins.property
     def load(self) -> _worker_pb2.Load: ...
     def __init__(
@@ -73,10 +78,12 @@ class WorkerView(_message.Message):
         in_flight: _builtins.int = ...,
         lease_age_ms: _builtins.int = ...,
         load: _worker_pb2.Load | None = ...,
+        model: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "in_flight", b"in_flight", "incarnation", b"incarnation", "lease_age_ms", b"lease_age_ms", "load", b"load", "reason", b"reason", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "in_flight", b"in_flight", "incarnation", b"incarnation", "lease_age_ms", b"lease_age_ms", "load", b"load", "model", b"model", "reason", b"reason", "role", b"role", "state", b"state", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,8 +101,10 @@ class ClusterStatusResponse(_message.Message):
     DEGRADED_REASON_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     model: _builtins.str
+    """the default one"""
     requests_open: _builtins.int
     degraded: _builtins.bool
     """deciding without the store"""
@@ -106,6 +115,10 @@ class ClusterStatusResponse(_message.Message):
     def totals(self) -> Global___Totals: ...
     @_builtins.property
     def recent(self) -> Global___Latencies: ...
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all this router serves, the default one first"""
+
     def __init__(
         self,
         *,
@@ -117,10 +130,11 @@ class ClusterStatusResponse(_message.Message):
         degraded_reason: _builtins.str = ...,
         totals: Global___Totals | None = ...,
         recent: Global___Latencies | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recent", b"recent", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "models", b"models", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,3 +815,106 @@ class DiagnosticsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DiagnosticsResponse: _TypeAlias = DiagnosticsResponse  # noqa: Y015
+
+@_typing.final
+class GetTrafficRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTrafficRequest: _TypeAlias = GetTrafficRequest  # noqa: Y015
+
+@_typing.final
+class GetTrafficResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """JSON: aliases and mirrors"""
+    source: _builtins.str
+    """file, operator or none"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelName]:
+        """what requests may ask for"""
+
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        source: _builtins.str = ...,
+        names: _abc.Iterable[Global___ModelName] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "source", b"source", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTrafficResponse: _TypeAlias = GetTrafficResponse  # noqa: Y015
+
+@_typing.final
+class ModelName(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    weights_digest: _builtins.str
+    """of the model that most requests of this name get"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelName: _TypeAlias = ModelName  # noqa: Y015
+
+@_typing.final
+class SetTrafficRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """YAML or JSON; empty = what the file says, or no rules"""
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficRequest: _TypeAlias = SetTrafficRequest  # noqa: Y015
+
+@_typing.final
+class SetTrafficResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficResponse: _TypeAlias = SetTrafficResponse  # noqa: Y015

@@ -84,6 +84,16 @@ class AdminStub:
                 request_serializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.FromString,
                 _registered_method=True)
+        self.GetTraffic = channel.unary_unary(
+                '/isthmus.v1.Admin/GetTraffic',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.GetTrafficRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.GetTrafficResponse.FromString,
+                _registered_method=True)
+        self.SetTraffic = channel.unary_unary(
+                '/isthmus.v1.Admin/SetTraffic',
+                request_serializer=isthmus_dot_v1_dot_admin__pb2.SetTrafficRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_admin__pb2.SetTrafficResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -149,6 +159,18 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTraffic(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTraffic(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -201,6 +223,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Diagnostics,
                     request_deserializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.SerializeToString,
+            ),
+            'GetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTraffic,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.GetTrafficRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.GetTrafficResponse.SerializeToString,
+            ),
+            'SetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTraffic,
+                    request_deserializer=isthmus_dot_v1_dot_admin__pb2.SetTrafficRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_admin__pb2.SetTrafficResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -473,6 +505,60 @@ class Admin:
             '/isthmus.v1.Admin/Diagnostics',
             isthmus_dot_v1_dot_admin__pb2.DiagnosticsRequest.SerializeToString,
             isthmus_dot_v1_dot_admin__pb2.DiagnosticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/GetTraffic',
+            isthmus_dot_v1_dot_admin__pb2.GetTrafficRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.GetTrafficResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Admin/SetTraffic',
+            isthmus_dot_v1_dot_admin__pb2.SetTrafficRequest.SerializeToString,
+            isthmus_dot_v1_dot_admin__pb2.SetTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class AdminStub:
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
     Diagnostics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DiagnosticsRequest, _admin_pb2.DiagnosticsResponse]
+    GetTraffic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTrafficRequest, _admin_pb2.GetTrafficResponse]
+    SetTraffic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTrafficRequest, _admin_pb2.SetTrafficResponse]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -55,6 +57,8 @@ class AdminAsyncStub(AdminStub):
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
     Diagnostics: _aio.UnaryUnaryMultiCallable[_admin_pb2.DiagnosticsRequest, _admin_pb2.DiagnosticsResponse]  # type: ignore[assignment]
+    GetTraffic: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTrafficRequest, _admin_pb2.GetTrafficResponse]  # type: ignore[assignment]
+    SetTraffic: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTrafficRequest, _admin_pb2.SetTrafficResponse]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -126,5 +130,19 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DiagnosticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DiagnosticsResponse, _abc.Awaitable[_admin_pb2.DiagnosticsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetTraffic(
+        self,
+        request: _admin_pb2.GetTrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTrafficResponse, _abc.Awaitable[_admin_pb2.GetTrafficResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetTraffic(
+        self,
+        request: _admin_pb2.SetTrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetTrafficResponse, _abc.Awaitable[_admin_pb2.SetTrafficResponse]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

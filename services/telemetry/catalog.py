@@ -128,6 +128,12 @@ MIGRATION_GAP = Histogram(
     "Last token at one worker to the first at the next, as the router sees them.", _TOKEN_S,
 )  # fmt: skip
 
+MIRRORED = Counter(
+    "isthmus_mirrored_total", "requests",
+    "Requests a rule of the traffic table mirrors, by what became of the copy: ok, failed, or "
+    "dropped (too many copies ran).", ("outcome",),
+)  # fmt: skip
+
 # What the router decides, and its peers
 ADMISSIONS = Counter(
     "isthmus_admissions_total", "requests",

@@ -14,6 +14,7 @@ from services.common.errors import RequestError
 from services.gateway.admin_servicer import AdminConfig, AdminServicer
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.router.config import RouterConfig
+from services.router.model_set import ModelSet
 from tests.support.cluster import Cluster, eventually, make_call, running_cluster
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.integration
 async def admin_of(cluster: Cluster) -> AsyncIterator[admin_pb2_grpc.AdminAsyncStub]:
     """Serve the admin service of a cluster's router."""
     server = grpc.aio.server()
-    servicer = AdminServicer(cluster.router, SystemClock(), AdminConfig(lease_ms=2_000))
+    servicer = AdminServicer(ModelSet([cluster.router]), SystemClock(), AdminConfig(lease_ms=2_000))
     admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -51,7 +52,7 @@ async def test_ended_request_is_explained_with_all_candidates_and_its_stages(
 ) -> None:
     workers = [prefill("p0"), prefill("p1"), decoder("d0"), decoder("d1")]
     async with running_cluster(store_url, workers) as cluster, admin_of(cluster) as stub:
-        call = make_call(request_id="asked")
+        call = make_call(request_id="asked", force_mode="REMOTE")
         timing = (await cluster.ask(call)).end.timing
         report = await explain(stub, "asked")
     assert (report.router_id, report.outcome, report.model) == ("router-0", "ok", "toy")
@@ -75,7 +76,7 @@ async def test_running_request_is_listed_explained_and_killed(store_url: str) ->
     """Its client gets the code, its worker the cancel, and nothing stays booked."""
     slow = decoder(token_delay_s=0.02)
     async with running_cluster(store_url, [prefill(), slow]) as cluster, admin_of(cluster) as stub:
-        call = make_call(max_tokens=500, request_id="long", timeout_s=60.0)
+        call = make_call(max_tokens=500, request_id="long", timeout_s=60.0, force_mode="REMOTE")
         task = asyncio.create_task(cluster.ask(call))
         listing = admin_pb2.ListRequestsRequest()
 

@@ -14,6 +14,7 @@ from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.base import LoadReport
 from services.router.config import RouterConfig
 from services.router.hooks import MetricsHooks
+from services.router.model_set import ModelSet
 from services.telemetry.metrics import Metrics
 from tests.support.cluster import eventually, make_call, running_cluster
 from tests.support.fake_worker import decode_worker as decoder
@@ -31,7 +32,9 @@ async def test_cluster_status_over_grpc(store_url: str) -> None:
         store_url, [prefill(), decoder(token_delay_s=0.02), wrong]
     ) as cluster:
         server = grpc.aio.server()
-        admin = AdminServicer(cluster.router, SystemClock(), AdminConfig(lease_ms=2_000))
+        admin = AdminServicer(
+            ModelSet([cluster.router]), SystemClock(), AdminConfig(lease_ms=2_000)
+        )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

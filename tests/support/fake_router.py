@@ -46,18 +46,23 @@ class FakeRouter:
     num_open: int = 0
     num_cancelled: int = 0
     gate: asyncio.Event | None = None  # waited for before the first output
+    model_gates: dict[str, asyncio.Event] = field(default_factory=dict)  # the same by model
+    more_names: tuple[str, ...] = ()  # of further models, alike but for their digests
 
     def served_models(self) -> tuple[ServedModel, ...]:
         manifest = self.text_model.manifest
-        return (
+        digests = {manifest.name: manifest.weights_digest}
+        digests |= {name: name.encode().hex().ljust(64, "0") for name in self.more_names}
+        return tuple(
             ServedModel(
-                name=manifest.name,
+                name=name,
                 context_length=manifest.context_length,
                 vocab_size=manifest.vocab_size,
-                weights_digest=manifest.weights_digest,
+                weights_digest=digest,
                 eos_token_ids=manifest.eos_token_ids,
                 max_pool_tokens=self.max_pool_tokens,
-            ),
+            )
+            for name, digest in digests.items()
         )
 
     def is_ready(self) -> tuple[bool, str]:
@@ -68,8 +73,9 @@ class FakeRouter:
         self.num_open += 1
         is_finished = False
         try:
-            if self.gate is not None:
-                await self.gate.wait()
+            for gate in (self.gate, self.model_gates.get(call.model)):
+                if gate is not None:
+                    await gate.wait()
             steps = self.script(call) if self.script else self.answer(call)
             for step in steps:
                 if isinstance(step, float):
