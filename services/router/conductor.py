@@ -372,8 +372,10 @@ class Conductor:
         if leg.generated:
             return  # a resume sends it again
         leg.ticket, leg.generated = message.ticket, message.generated
-        request.progress.attempt += 1
-        if not self._sender.pass_on(request.progress, leg):
+        progress = request.progress
+        progress.attempt += 1
+        # A prefill worker goes on itself: else two of them could pass a request to and fro.
+        if not self._sender.pass_on(progress, leg) and not self._sender.stay(progress, leg):
             self._replace(request)
 
     def _moved(self, progress: Progress, leg: Leg, now: float) -> None:

@@ -61,15 +61,13 @@ class Sender:
         while True:
             view = self._cluster.view()
             prefill, decision = view.find(source.worker_id), None
-            excluded = progress.failed | progress.lost_at
+            excluded = set(progress.failed)
             if source.generated:
                 excluded.add(source.worker_id)  # it offers, so it should not go on there
             if reserved is not None and reserved.worker.worker_id not in excluded:
                 decision = reserved
             elif prefill is not None:
-                decision = self._cluster.desk.choose_decode(
-                    progress.facts, prefill, frozenset(excluded)
-                )
+                decision = self._choose_decode(progress, prefill, excluded)
             worker = view.find(decision.worker.worker_id) if decision is not None else None
             if decision is None or worker is None:
                 return False
@@ -81,13 +79,23 @@ class Sender:
                 return True
             progress.failed.add(worker.worker_id)
 
+    def _choose_decode(
+        self, progress: Progress, prefill: WorkerView, excluded: set[WorkerId]
+    ) -> Decision | None:
+        # Who was lost may be back, but others come first.
+        desk = self._cluster.desk
+        others = desk.choose_decode(progress.facts, prefill, frozenset(excluded | progress.lost_at))
+        return others or desk.choose_decode(progress.facts, prefill, frozenset(excluded))
+
     def stay(self, progress: Progress, source: Leg) -> bool:
         """Let the prefill worker go on by itself: nobody is left to hand off to.
 
-        A higher attempt fences its first one there: the prompt is in its cache.
+        A higher attempt fences its first one there: the prompt is in its cache. Once the client
+        has tokens, going on counts for more than the mode that was asked for.
         """
         worker = self._cluster.view().find(source.worker_id)
-        if worker is None or source.generated or progress.facts.force_mode == REMOTE:
+        is_forced = progress.facts.force_mode == REMOTE and not progress.logical.has_output
+        if worker is None or source.kind != PREFILL or is_forced:
             return False
         progress.attempt += 1
         if not self._send(progress, WHOLE, worker):

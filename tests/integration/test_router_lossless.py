@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,9 +243,40 @@ async def test_one_death_after_the_other_is_survived_up_to_a_limit(store_url: st
         cluster.assert_clean()
 
 
-async def test_a_stream_waits_for_the_return_of_the_last_worker(store_url: str) -> None:
-    async with running_cluster(store_url, [decoder(token_delay_s=0.01)]) as cluster:
+async def test_a_request_that_was_lost_everywhere_is_not_passed_to_and_fro(
+    store_url: str,
+) -> None:
+    """Prefill workers used to make one token each and give it on, as no decode worker was left."""
+
+    async def mute_once(worker: FakeWorker, job: Job) -> None:
+        await (never if len(worker.jobs) == 1 else run_job)(worker, job)
+
+    workers = [prefill(script=mute_once), decoder(token_delay_s=0.01)]
+    async with running_cluster(store_url, workers) as cluster:
         call = make_call(max_tokens=TOKENS)
+        task = asyncio.create_task(cluster.ask(call))
+        await eventually(lambda: cluster["p0"].jobs)
+        for name in ("p0", "d0"):
+            worker = cluster[name]
+            worker.forgets = True
+            worker.cut_links()
+            await eventually(partial(_is_linked_again, worker))
+            worker.forgets = False
+            if name == "p0":
+                await _until_streaming(cluster, ["d0"])
+        assert (await task).tokens() == reference(call)
+        assert len(cluster["p0"].jobs) + len(cluster["d0"].jobs) <= 4
+        cluster.assert_clean()
+
+
+def _is_linked_again(worker: FakeWorker) -> bool:
+    return worker.num_attaches == 2
+
+
+async def test_a_stream_waits_for_the_return_of_the_last_worker(store_url: str) -> None:
+    patient = RouterConfig(wait_s=30.0)
+    async with running_cluster(store_url, [decoder(token_delay_s=0.01)], patient) as cluster:
+        call = make_call(max_tokens=TOKENS, timeout_s=40.0)
         task = asyncio.create_task(cluster.ask(call))
         victim = await _until_streaming(cluster, ["d0"])
         await victim.kill()
@@ -492,8 +524,9 @@ async def test_without_the_option_no_prefill_is_done_twice(store_url: str) -> No
 
 async def test_a_new_life_under_the_old_name_gets_the_work_again(store_url: str) -> None:
     """RB-021: the only worker dies and is back before anybody noticed."""
-    async with running_cluster(store_url, [decoder(token_delay_s=0.02)]) as cluster:
-        call = make_call(max_tokens=TOKENS)
+    patient = RouterConfig(wait_s=30.0)
+    async with running_cluster(store_url, [decoder(token_delay_s=0.02)], patient) as cluster:
+        call = make_call(max_tokens=TOKENS, timeout_s=40.0)
         task = asyncio.create_task(cluster.ask(call))
         victim = await _until_streaming(cluster, ["d0"])
         port = victim.port
