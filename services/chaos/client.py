@@ -10,7 +10,13 @@ import grpc.aio
 import numpy as np
 
 from services.common.errors import ERROR_TABLE
-from services.pb import inference_pb2, inference_pb2_grpc
+from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
+
+_PLANES = {
+    number: name.removeprefix("PLANE_").lower()
+    for name, number in common_pb2.Plane.items()
+    if number != common_pb2.PLANE_UNSPECIFIED
+}
 
 
 class StreamBroken(AssertionError):
@@ -28,12 +34,14 @@ class Heard:
     code: str = ""  # of the error table; "" = answered
     took_s: float = 0.0
     migrations: int = 0  # times it went on at another worker
+    plane: str = ""  # over which its KV was handed off
+    newest_s: float = 0.0  # when the newest frame came
 
     def forget(self) -> None:
         """Begin anew: the request is sent once more."""
         for heard in (self.token_ids, self.text, self.ends, self.logprob_ids):
             heard.clear()
-        self.code, self.took_s, self.migrations = "", 0.0, 0
+        self.code, self.took_s, self.newest_s, self.migrations = "", 0.0, 0.0, 0
 
     @property
     def answer(self) -> object:
@@ -59,6 +67,7 @@ async def call(
     try:
         async for frame in stub.Generate(body, timeout=timeout_s, metadata=metadata):
             _take(heard, frame)
+            heard.newest_s = time.monotonic() - start
     except grpc.aio.AioRpcError as error:
         heard.code = code_of(error)
     heard.took_s = time.monotonic() - start
@@ -75,6 +84,7 @@ def _take(heard: Heard, frame: inference_pb2.GenerateFrame) -> None:
     heard.logprob_ids.setdefault(frame.choice, []).extend(e.token_id for e in frame.logprobs)
     if frame.HasField("timing"):
         heard.migrations = frame.timing.migrations
+        heard.plane = _PLANES.get(frame.timing.plane, "")
     if frame.HasField("finish"):
         if frame.choice in heard.ends:
             raise StreamBroken("a choice ended twice")

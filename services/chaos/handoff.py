@@ -437,7 +437,7 @@ def _result(campaign: Campaign, attack: _Attack, took_s: float) -> BenchResult:
         "faults": tally.num_faults,
         **{f"faults_{kind}": count for kind, count in sorted(tally.faults.items())},
         "planes_allowed": ",".join(campaign.planes) or "mixed",
-        "planes": ",".join(sorted(tally.planes)),
+        "planes": ",".join(sorted(tally.planes | findings.planes)),
         "answered": findings.num_answered,
         "cancelled_by_client": findings.num_cancelled,
         **{f"ended_{code}": count for code, count in sorted(findings.codes.items())},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -118,6 +118,8 @@ class Findings:
     num_migrations: int = 0
     slowest_s: float = 0.0
     codes: Counter[str] = field(default_factory=Counter)
+    planes: set[str] = field(default_factory=set)  # over which KV came
+    failed: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_EXAMPLES))  # the last
     examples: list[str] = field(default_factory=list)  # of what was wrong, a few
 
     def judge(self, body: Body, expected: Answer, heard: Heard, *, was_cancelled: bool) -> None:
@@ -134,8 +136,14 @@ class Findings:
         self.num_answered += is_answered
         self.num_migrations += heard.migrations
         self.num_cancelled += was_cancelled
+        if heard.plane:
+            self.planes.add(heard.plane)
         if heard.code:
             self.codes[heard.code] += 1
+            self.failed.append(
+                f"{_name(body)}: {heard.code} after {heard.took_s:.1f} s, "
+                f"{sum(map(len, heard.token_ids.values()))} tokens by {heard.newest_s:.1f} s"
+            )
 
     def note(self, what: str) -> None:
         """Keep an example."""

@@ -61,7 +61,7 @@ class RouterCampaign:
     seconds: float
     clients: int = 8
     shape: LoadShape = field(
-        default_factory=lambda: LoadShape(output_lengths=(1, 8, 60, 250, 500), timeout_s=20.0)
+        default_factory=lambda: LoadShape(output_lengths=(1, 8, 60, 200, 300), timeout_s=40.0)
     )
 
 
@@ -283,7 +283,10 @@ def _result(campaign: RouterCampaign, attack: _Attack, took_s: float) -> BenchRe
         "longest_until_all_live_s": round(tally.longest_until_live_s, 2),
         "until_all_free_s": round(tally.until_free_s, 2),
         "load_average": round(os.getloadavg()[0], 1),
-        **{f"example_{i}": text for i, text in enumerate((*findings.examples, *tally.notes[:5]))},
+        **{
+            f"example_{i}": text
+            for i, text in enumerate((*findings.examples, *findings.failed, *tally.notes[:5]))
+        },
     }
     result.bars = [
         Bar("failed_requests", findings.codes.total(), 0, "=="),
