@@ -44,6 +44,7 @@ class _Held:
 class Reservations:
     """Every open reservation of a namespace."""
 
+    reserve_ms: int = RESERVE_MS
     _accounts: dict[int, _Account] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
 
@@ -71,7 +72,7 @@ class Reservations:
         account.resident = min(0xFFFFFFFF, account.resident + resident_tokens)
         account.newest_ms = now_ms
         self._held[rid] = _Held(
-            owner, account.epoch, prefill_tokens, resident_tokens, now_ms + RESERVE_MS
+            owner, account.epoch, prefill_tokens, resident_tokens, now_ms + self.reserve_ms
         )
 
     def release(self, rid: str) -> Owner | None:
@@ -95,7 +96,7 @@ class Reservations:
         """Extend a reservation whose request still runs."""
         held = self._held.get(rid)
         if held is not None:
-            held.expiry_ms = now_ms + RESERVE_MS
+            held.expiry_ms = now_ms + self.reserve_ms
 
     def settle(self, owner: Owner, now_ms: float) -> None:
         """A report of that moment came in: what was booked well before it is in it."""

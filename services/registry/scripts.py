@@ -64,6 +64,7 @@ class ScriptCalls:
     lease_ms: int = schema.LEASE_MS
     reclaim_ms: int = schema.RECLAIM_MS
     sweep_buckets: int = 256
+    reserve_ms: int = RESERVE_MS
 
     def join(
         self,
@@ -130,7 +131,8 @@ class ScriptCalls:
     ) -> Invocation:
         """Decide for some requests, the later ones knowing of the earlier. Answers one each."""
         args: list[Arg] = [
-            "" if now_ms is None else now_ms, schema.NUM_BUCKETS, schema.SPEC_BUCKETS, RESERVE_MS,
+            "" if now_ms is None else now_ms, schema.NUM_BUCKETS, schema.SPEC_BUCKETS,
+            self.reserve_ms,
             GRACE_MS, pack_doubles(weights.numbers()),
             b"".join(map(_pack_candidate, candidates)),
             b"".join(_PAIR.pack(p, d, token_s) for (p, d), token_s in pairs.items()),
@@ -154,7 +156,7 @@ class ScriptCalls:
     def hold(self, rids: Sequence[str], now_ms: int | None = None) -> Invocation:
         """Extend reservations."""
         clock: Arg = "" if now_ms is None else now_ms
-        return Invocation(load_script("hold"), self.keys.fixed(), (RESERVE_MS, clock, *rids))
+        return Invocation(load_script("hold"), self.keys.fixed(), (self.reserve_ms, clock, *rids))
 
     def _call(self, name: str, *args: Arg, now_ms: int | None) -> Invocation:
         clock: Arg = "" if now_ms is None else now_ms

@@ -333,7 +333,7 @@ class Conductor:
             self._first_heard(request, leg)
         leg.ticket = message.ticket
         prefill = self._cluster.view().find(leg.worker_id)
-        if prefill is None or not self._cluster.may_ask_store():
+        if prefill is None or self._cluster.degraded:
             self._pass_on(request, leg, None)
             return
         task = asyncio.create_task(self._reserve_decode(request, leg, prefill))

@@ -91,14 +91,15 @@ def random_ask(rng: random.Random, rid: str, slots: list[int]) -> RouteAsk:
 
 def change_workers(pair: Both, rng: random.Random, names: list[str]) -> None:
     """Let some workers join, report, publish, evict and leave."""
-    for name in names:
+    joined = len(pair.held)
+    for name in names if joined < len(names) else rng.sample(names, min(14, len(names))):
         action = rng.random()
         if name not in pair.held or action < 0.05:
             pair.join(name, rng.choice((1, 2)), random_load(rng), False)
         elif action < 0.4:
             pair.renew(name, random_load(rng), rng.choice(("live", "live", "live", "draining")))
         elif action < 0.8:
-            chain, deep = rng.choice(CHAINS), rng.randrange(401)
+            chain, deep = rng.choice(CHAINS), rng.choice((rng.randrange(60), rng.randrange(401)))
             if rng.random() < 0.3:  # a hole is possible: it may mislead, alike on both sides
                 pair.publish(name, [], chain[deep : deep + 40], 1)
             else:
@@ -112,7 +113,7 @@ def compare_views(pair: Both, rng: random.Random, num_views: int, num_workers: i
     names = [f"{rng.choice('pd')}{i}" for i in range(num_workers)]
     rids: list[str] = []
     for view in range(num_views):
-        pair.now_ms += rng.choice((0, 1, 40, 160, 700, 2500, 70_000))
+        pair.now_ms += rng.choice((0, 1, 40, 160, 700, 2500, 4_000_000))
         change_workers(pair, rng, names)
         holders = {slot: (name, gen) for name, (slot, gen, _) in pair.held.items()}
         candidates = [

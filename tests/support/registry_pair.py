@@ -11,6 +11,7 @@ from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.registry.answers import parse_join, parse_lookup, parse_route, parse_status
 from services.registry.base import HintChange, LoadReport, WorkerInfo
 from services.registry.cost import Candidate, Pairs, Verdict, Weights
+from services.registry.reservations import Reservations
 from services.registry.schema import Keys, encode_info, pack_record, stride_hashes
 from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
 from services.registry.twin import RegistryTwin
@@ -30,8 +31,14 @@ class Both:
 
     def __init__(self, client: redis.Redis, namespace: str) -> None:
         self.client = client
-        self.calls = ScriptCalls(Keys(namespace), reclaim_ms=5000, sweep_buckets=4096)
-        self.twin = RegistryTwin(reclaim_ms=5000, sweep_buckets=4096)
+        # Long, since the store ends a reservation by its own clock too, and a test may be slow.
+        reserve_ms = 3_600_000
+        self.calls = ScriptCalls(
+            Keys(namespace), reclaim_ms=5000, sweep_buckets=4096, reserve_ms=reserve_ms
+        )
+        self.twin = RegistryTwin(
+            reclaim_ms=5000, sweep_buckets=4096, reservations=Reservations(reserve_ms)
+        )
         self.now_ms = 1_000_000
         self.held: dict[str, tuple[int, int, int]] = {}  # name -> slot, gen, seq
 

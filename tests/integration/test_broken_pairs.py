@@ -1,0 +1,55 @@
+"""Two healthy workers whose link is bad: the pair is passed over, not the workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.pb import common_pb2
+from tests.support.cluster import make_call, reference, running_cluster
+from tests.support.fake_worker import FakeWorker, Job, run_job
+from tests.support.fake_worker import decode_worker as decoder
+from tests.support.fake_worker import prefill_worker as prefill
+from tests.support.store import store, store_url
+
+__all__ = ["store", "store_url"]  # fixtures
+pytestmark = pytest.mark.integration
+
+RECOMPUTED = common_pb2.Timing(prefill_us=100, decode_us=200, recomputed=True)
+
+
+async def cannot_pull(worker: FakeWorker, job: Job) -> None:
+    """Compute what the ticket was for, as decode does when it cannot have the KV."""
+    if job.kind == "continue_from":
+        for index in range(job.work.first_index, job.work.max_tokens):
+            worker.send_tokens(job, 0, index, 1)
+        worker.send_done(job, timing=RECOMPUTED)
+        return
+    await run_job(worker, job)
+
+
+async def test_after_two_failures_another_pair_is_used(store_url: str) -> None:
+    """Each failure costs the client a prefill; the third request must not pay again."""
+    async with running_cluster(store_url, [prefill(), decoder("d0"), decoder("d1")]) as cluster:
+        cluster["d0"].script = cannot_pull
+        used = []
+        for seed in range(24):
+            call = make_call([seed + 1] * 40)
+            answer = await cluster.ask(call)
+            assert answer.tokens() == reference(call)
+            used.append(answer.end.timing.decode_worker)
+        assert used.count("d0") == 2
+        assert cluster.state_of("d0") == "live"
+
+
+async def test_without_another_pair_nothing_is_handed_off(store_url: str) -> None:
+    """The pair's own workers can do it alone."""
+    async with running_cluster(store_url, [prefill(), decoder("d0")]) as cluster:
+        cluster["d0"].script = cannot_pull
+        modes = []
+        for seed in range(6):
+            call = make_call([seed + 1] * 40)
+            answer = await cluster.ask(call)
+            assert answer.tokens() == reference(call)
+            modes.append((answer.end.timing.mode, answer.end.timing.reason))
+        assert modes[:2] == [("REMOTE", "both_pools_live")] * 2
+        assert set(modes[2:]) == {("LOCAL", "pair_refused")}
