@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any  # of struct
 
 from services.common.errors import StoreUnavailable
-from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
+from services.registry.base import WorkerInfo, WorkerRecord
 from services.registry.cost import DECODE, REMOTE, Option, Verdict
 from services.registry.schema import decode_info, unpack_record
 
@@ -28,10 +28,10 @@ class JoinAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupAnswer:
-    """A lookup, with the infos to remember for the next one."""
+class Snapshot:
+    """All workers, with the infos to remember for the next one."""
 
-    hints: HintAnswer
+    records: tuple[WorkerRecord, ...]
     info_version: str
     infos: Mapping[int, WorkerInfo]
 
@@ -52,13 +52,11 @@ def parse_join(answer: object) -> JoinAnswer:
     return JoinAnswer(outcome)
 
 
-def parse_lookup(
-    answer: object, num_strides: int, known: Mapping[int, WorkerInfo], known_version: str
-) -> LookupAnswer:
-    """Read a lookup's answer; `known` infos are used when the store left them out."""
+def parse_snapshot(answer: object, known: Mapping[int, WorkerInfo], known_version: str) -> Snapshot:
+    """Read a snapshot; `known` infos are used when the store left them out."""
     items = _items(answer)
-    if len(items) != 5:
-        raise StoreUnavailable("the store answered a lookup in an unknown form")
+    if len(items) != 4:
+        raise StoreUnavailable("the store answered with a snapshot in an unknown form")
     now_ms, version = _number(items[0]), _word(items[1])
     infos = dict(known) if version == known_version else _infos(_items(items[3], empty=True))
     records = []
@@ -70,11 +68,7 @@ def parse_lookup(
             continue
         left = max(-(10**9), min(10**9, packed.deadline_ms - now_ms))
         records.append(WorkerRecord(slot, packed.gen, packed.state, int(left), packed.load, info))
-    depth = {}
-    for slot_value, strides in _pairs(_items(items[4], empty=True)):
-        depth[_number(slot_value)] = max(0, min(_number(strides), num_strides))
-    hints = HintAnswer(tuple(sorted(records, key=lambda r: r.slot)), depth)
-    return LookupAnswer(hints, version, infos)
+    return Snapshot(tuple(sorted(records, key=lambda r: r.slot)), version, infos)
 
 
 def parse_route(answer: object, num_asks: int) -> tuple[Verdict | None, ...]:

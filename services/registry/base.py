@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 
@@ -59,11 +59,3 @@ class WorkerRecord:
     lease_left_ms: int  # judged by the store's clock; <= 0 = expired
     load: LoadReport
     info: WorkerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class HintAnswer:
-    """Workers and, per slot, how many leading hint strides of the prompt each holds."""
-
-    records: tuple[WorkerRecord, ...]
-    depth: Mapping[int, int] = field(default_factory=dict)  # slot -> strides

@@ -11,15 +11,14 @@ import redis.exceptions
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
-from services.common.ids import BlockHash
-from services.registry.answers import LookupAnswer, parse_lookup, parse_route, parse_status
-from services.registry.base import HintAnswer, WorkerInfo, WorkerRecord
+from services.registry.answers import parse_route, parse_snapshot, parse_status
+from services.registry.base import WorkerInfo, WorkerRecord
 from services.registry.cost import Candidate, Pairs, Verdict, Weights
-from services.registry.schema import Keys, stride_hashes
+from services.registry.schema import Keys
 from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
 from services.registry.store_client import AsyncStore, StoreAddress
 
-SCRIPTS = ("lookup", "route", "release", "hold", "limits")  # that a router runs
+SCRIPTS = ("snapshot", "route", "release", "hold", "limits")  # that a router runs
 
 
 class RegistryReader(Protocol):
@@ -63,7 +62,7 @@ class ReaderConfig:
 
 
 def reader_config(call_timeout_s: float) -> ReaderConfig:
-    """Return deadlines around the usual wait for a lookup."""
+    """Return deadlines around the usual wait for a decision."""
     return ReaderConfig(floor_s=call_timeout_s, cap_s=4 * call_timeout_s)
 
 
@@ -102,13 +101,12 @@ class RedisRegistryReader:
 
     async def snapshot(self) -> tuple[WorkerRecord, ...]:
         """Return all workers whose entries exist, expired ones included."""
-        answer = await self._lookup((), self._config.snapshot_timeout_s)
-        return answer.hints.records
-
-    async def lookup(self, hashes: Sequence[BlockHash]) -> HintAnswer:
-        """Return workers and hint depths for a prompt's whole hash chain, in one round trip."""
-        answer = await self._lookup(stride_hashes(hashes), self._deadline.seconds)
-        return answer.hints
+        known, known_version = self._infos, self._info_version
+        call = self._calls.snapshot(known_version)
+        raw = await self._call(call, self._config.snapshot_timeout_s)
+        answer = parse_snapshot(raw, known, known_version)
+        self._infos, self._info_version = dict(answer.infos), answer.info_version
+        return answer.records
 
     async def route(
         self,
@@ -141,13 +139,6 @@ class RedisRegistryReader:
     async def close(self) -> None:
         """Close the connections."""
         await self._store.close()
-
-    async def _lookup(self, strides: Sequence[BlockHash], timeout_s: float) -> LookupAnswer:
-        known, known_version = self._infos, self._info_version
-        raw = await self._call(self._calls.lookup(strides, known_version), timeout_s)
-        answer = parse_lookup(raw, len(strides), known, known_version)
-        self._infos, self._info_version = dict(answer.infos), answer.info_version
-        return answer
 
     async def _call(self, call: Invocation, timeout_s: float) -> object:
         try:

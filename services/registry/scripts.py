@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from services.common.ids import BlockHash
 from services.registry import schema
 from services.registry.base import HintChange
 from services.registry.cost import Ask, Candidate, Pairs, Weights
@@ -113,13 +112,9 @@ class ScriptCalls:
             SETTLE_MS, schema.SPEC_BUCKETS, change.tier, now_ms=now_ms,
         )  # fmt: skip
 
-    def lookup(
-        self, strides: Sequence[BlockHash], known_infos: str, now_ms: int | None = None
-    ) -> Invocation:
-        """Read all workers and hint depths. Answers now_ms, version, w, wi, depths."""
-        return self._call(
-            "lookup", schema.pack_fields(strides), known_infos, schema.NUM_BUCKETS, now_ms=now_ms
-        )
+    def snapshot(self, known_infos: str, now_ms: int | None = None) -> Invocation:
+        """Read all workers. Answers now_ms, version, w, wi."""
+        return self._call("snapshot", known_infos, now_ms=now_ms)
 
     def route(
         self,

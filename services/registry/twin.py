@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from services.common.ids import BlockHash, WorkerId
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.answers import JoinAnswer
-from services.registry.base import HintAnswer, HintChange, LoadReport, WorkerInfo, WorkerRecord
+from services.registry.base import HintChange, LoadReport, WorkerInfo, WorkerRecord
 from services.registry.cost import (
     DECODE,
     Candidate,
@@ -33,7 +33,6 @@ from services.registry.schema import (
     TURN_MS,
     bucket_of,
     pack_fields,
-    stride_hashes,
 )
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation, expiry_s
@@ -158,14 +157,6 @@ class RegistryTwin:
                 self.speculation.drop(field_name, owner)
                 self._edit(field_name, mine, valid, is_add=is_add)
         return "OK"
-
-    def lookup(self, hashes: Sequence[BlockHash], now_ms: int) -> HintAnswer:
-        """Return workers and hint depths for a prompt's whole hash chain."""
-        valid = {(s, h.gen) for s, h in self._slots.items() if h.state}
-        fields = _fields(stride_hashes(hashes))
-        found = depths(lambda i: dict.fromkeys(self._owners(fields[i - 1], valid), 1), len(fields))
-        depth = {slot: strides for (slot, _), strides in found[1].items()}
-        return HintAnswer(self.snapshot(now_ms), depth)
 
     def route(
         self,

@@ -154,7 +154,7 @@ ROUTE_DECISIONS = Counter(
     ("mode", "reason"),
 )  # fmt: skip
 ROUTE_TIME = Histogram(
-    "isthmus_route_seconds", "s", "Tokenised request to chosen worker, store lookup included.",
+    "isthmus_route_seconds", "s", "Tokenised request to chosen worker, the store included.",
     _FAST_S,
 )  # fmt: skip
 WORKERS = Gauge(

@@ -17,11 +17,12 @@ from services.common.clock import SystemClock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash
 from services.registry.base import LoadReport, WorkerInfo
+from services.registry.cost import Ask, Candidate, Weights
 from services.registry.embedded import EmbeddedStore
 from services.registry.lease import LeaseConfig, WorkerLease
 from services.registry.reader import LatencyDeadline, RedisRegistryReader
-from services.registry.schema import Keys
-from services.registry.scripts import ScriptCalls
+from services.registry.schema import Keys, pack_fields, stride_hashes
+from services.registry.scripts import RouteAsk, ScriptCalls
 from services.registry.store_client import StoreAddress
 from tests.support.cluster import eventually
 from tests.support.registry import make_chain, make_worker_info
@@ -61,6 +62,14 @@ async def reading(url: str) -> AsyncIterator[RedisRegistryReader]:
         await reader.close()
 
 
+async def depths(reader: RedisRegistryReader, chain: Sequence[BlockHash]) -> list[int]:
+    """Return how many strides of a chain each worker holds."""
+    workers = [Candidate(r.slot, r.slot_gen, False, 1) for r in await reader.snapshot()]
+    ask = RouteAsk(Ask(len(chain) * 16 + 1, 0, 0), pack_fields(stride_hashes(chain)))
+    (verdict,) = await reader.route(Weights(), workers, {}, (ask,))
+    return [int(o.hint_tokens) // 64 for o in verdict.options] if verdict is not None else []
+
+
 async def depth_becomes(
     reader: RedisRegistryReader, chain: Sequence[BlockHash], strides: int, timeout_s: float = 5.0
 ) -> None:
@@ -68,8 +77,8 @@ async def depth_becomes(
     end = time.monotonic() + timeout_s
     while True:
         try:
-            depth = (await reader.lookup(chain)).depth
-            if max(depth.values(), default=0) == strides:
+            depth = await depths(reader, chain)
+            if max(depth, default=0) == strides:
                 return
         except StoreUnavailable:
             pass
@@ -169,11 +178,11 @@ async def test_frozen_store_costs_one_deadline(store: EmbeddedStore) -> None:
     async with reading(store.url) as reader:
         with leased(store.url) as lease:
             await eventually(lambda: lease.is_registered)
-            await reader.lookup(chain)
+            await depths(reader, chain)
             os.kill(store.pid, signal.SIGSTOP)
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
-                await reader.lookup(chain)
+                await depths(reader, chain)
             assert time.monotonic() - started < 0.3
             started = time.monotonic()
             lease.publish(chain, ())
@@ -190,14 +199,14 @@ async def test_cancelled_lookup_never_gives_its_answer_to_another(store_url: str
         with leased(store_url, cached=lambda: [h for c in chains for h in c]):
             await depth_becomes(reader, chains[4], 5)
             for i in range(100):
-                task = asyncio.create_task(reader.lookup(chains[i % 5]))
+                task = asyncio.create_task(depths(reader, chains[i % 5]))
                 for _ in range(i % 7):
                     await asyncio.sleep(0)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 length = i % 4 + 1
-                answer = await reader.lookup(chains[length - 1])
-                assert list(answer.depth.values()) == [length]
+                answer = await depths(reader, chains[length - 1])
+                assert answer == [length]
 
 
 async def test_overflow_sends_the_table_anew(store_url: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.ids import BlockHash
-from services.registry.answers import parse_join, parse_lookup
+from services.registry.answers import parse_join, parse_snapshot
 from services.registry.base import LoadReport
 from services.registry.embedded import EmbeddedStore
 from services.registry.schema import encode_info, pack_record
@@ -70,7 +70,7 @@ def test_lease_is_judged_by_the_stores_clock(store_url: str) -> None:
             record=pack_record("decode", "live", load), proposed_gen=0, is_rejoin=False,
         )  # fmt: skip
         assert parse_join(pair.run(call)).outcome == "OK"
-        (record,) = parse_lookup(pair.run(pair.calls.lookup((), "")), 0, {}, "").hints.records
+        (record,) = parse_snapshot(pair.run(pair.calls.snapshot("")), {}, "").records
         assert 1000 < record.lease_left_ms <= 2000
 
 
@@ -87,13 +87,13 @@ def test_join_refuses_another_schema(store_url: str) -> None:
 
 
 def test_infos_are_sent_only_when_they_changed(store_url: str) -> None:
-    """A lookup on a quiet cluster carries 64 bytes a worker, not its whole description."""
+    """A snapshot of a quiet cluster carries 64 bytes a worker, not its whole description."""
     with both(store_url, "infos") as pair:
         pair.join("a", 1, LoadReport(), False)
-        first = pair.run(pair.calls.lookup((), ""))
+        first = pair.run(pair.calls.snapshot(""))
         assert isinstance(first, list)
         version = first[1].decode()
-        again = pair.run(pair.calls.lookup((), version))
+        again = pair.run(pair.calls.snapshot(version))
         assert isinstance(again, list)
         assert len(first[3]) == 2
         assert again[3] == []

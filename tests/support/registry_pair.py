@@ -8,11 +8,11 @@ from contextlib import closing, contextmanager
 import redis
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
-from services.registry.answers import parse_join, parse_lookup, parse_route, parse_status
+from services.registry.answers import parse_join, parse_route, parse_snapshot, parse_status
 from services.registry.base import HintChange, LoadReport, WorkerInfo
-from services.registry.cost import Candidate, Pairs, Verdict, Weights
+from services.registry.cost import Ask, Candidate, Pairs, Verdict, Weights
 from services.registry.reservations import Reservations
-from services.registry.schema import Keys, encode_info, pack_record, stride_hashes
+from services.registry.schema import Keys, encode_info, pack_fields, pack_record, stride_hashes
 from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
 from services.registry.twin import RegistryTwin
 
@@ -115,12 +115,12 @@ class Both:
             self.held[name] = (slot, gen, seq + skip)
 
     def compare(self, chain: list[BlockHash]) -> None:
-        """Look up on both sides."""
-        raw = self.run(self.calls.lookup(stride_hashes(chain), "", self.now_ms))
-        theirs = parse_lookup(raw, len(stride_hashes(chain)), {}, "").hints
-        ours = self.twin.lookup(chain, self.now_ms)
-        assert theirs.records == ours.records
-        assert dict(theirs.depth) == dict(ours.depth)
+        """Read all workers, and how deep each holds a chain, on both sides."""
+        theirs = parse_snapshot(self.run(self.calls.snapshot("", self.now_ms)), {}, "").records
+        assert theirs == self.twin.snapshot(self.now_ms)
+        everybody = [Candidate(r.slot, r.slot_gen, is_prefill=False, seed=1) for r in theirs]
+        strides = stride_hashes(chain)
+        self.route(Weights(), everybody, {}, [RouteAsk(Ask(4096, 0, 4096), pack_fields(strides))])
 
     def route(
         self,

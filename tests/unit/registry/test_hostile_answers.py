@@ -1,25 +1,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import StoreUnavailable
-from services.registry.answers import parse_join, parse_lookup, parse_status
+from services.registry.answers import parse_join, parse_route, parse_snapshot, parse_status
 from services.registry.base import LoadReport
 from services.registry.schema import decode_info, encode_info, pack_record, unpack_record
 from tests.support.registry import make_worker_info
 
+OPTION_BYTES = 92
 Scalar = st.none() | st.integers() | st.binary(max_size=70) | st.text(max_size=8) | st.booleans()
 Answer = st.recursive(Scalar, lambda inner: st.lists(inner, max_size=6), max_leaves=30)
 
 
-@given(Answer | st.lists(Answer, min_size=5, max_size=5))
+@given(Answer | st.lists(Answer, min_size=4, max_size=4))
 def test_any_answer_is_read_or_refused_as_a_store_failure(answer: object) -> None:
     """I7: whatever a hostile store says, nothing but StoreUnavailable comes out."""
     with contextlib.suppress(StoreUnavailable):
-        parse_lookup(answer, 4, {}, "")
+        parse_snapshot(answer, {}, "")
+    with contextlib.suppress(StoreUnavailable):
+        parse_route(answer, 1)
+    with contextlib.suppress(StoreUnavailable):
+        parse_route([answer], 1)
     with contextlib.suppress(StoreUnavailable):
         parse_join(answer)
     with contextlib.suppress(StoreUnavailable):
@@ -56,3 +62,14 @@ def test_huge_loads_are_clamped() -> None:
     assert packed.load.queued_uncached_tokens == 2**32 - 1
     assert packed.load.resident_tokens == 0
     assert packed.load.running == 65535
+
+
+@given(st.binary(max_size=300))
+def test_any_packed_options_are_read_or_refused(packed: bytes) -> None:
+    """I7: no NaN and no unknown kind comes out of what a store says it chose."""
+    padded = packed.ljust(-(-len(packed) // OPTION_BYTES) * OPTION_BYTES, b"\0")
+    for row in (packed, padded):
+        with contextlib.suppress(StoreUnavailable):
+            (verdict,) = parse_route([[b"OK", 1, 1, row]], 1)
+            assert verdict is not None
+            assert all(math.isfinite(option.cost_s) for option in verdict.options)
