@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from services.bench.local_cluster import LocalCluster
-from services.pb import common_pb2, inference_pb2_grpc
+from services.pb import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc
 from tests.support.generate import generate, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -130,6 +130,27 @@ def test_small_pools_preempt_and_still_give_the_same_tokens(
             thread.join(100)
         small.assert_no_blocks_in_use()
     assert [answers.get(i) for i in range(len(bodies))] == expected
+
+
+def test_explained_stages_add_up_to_the_ttft_the_client_was_told(cluster: LocalCluster) -> None:
+    """On real workers, in every mode, with what each candidate would have cost."""
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        doors = inference_pb2_grpc.InferenceStub(channel)
+        admin = admin_pb2_grpc.AdminStub(channel)
+        for mode in ("REMOTE", "LOCAL", "STAY"):
+            body = request([3 + len(mode), *PROMPT], max_tokens=5)
+            frames = list(
+                doors.Generate(body, timeout=60, metadata=(("x-isthmus-force-mode", mode),))
+            )
+            ask = admin_pb2.ExplainRequestRequest(request_id=frames[0].request_id)
+            report = admin.ExplainRequest(ask, timeout=10)
+            told = frames[-1].timing
+            stages = {stage.name: stage.us for stage in report.ttft_stages}
+            assert abs(sum(stages.values()) - told.ttft_us) <= 0.01 * told.ttft_us
+            assert stages["prefill"] == told.prefill_us > 0
+            assert sum(stage.us for stage in report.stages) == told.e2e_us
+            assert report.choices[0].mode == mode
+            assert report.choices[0].candidates[0].cost_s > 0
 
 
 def test_request_that_can_never_fit_is_refused_with_the_limit(cluster: LocalCluster) -> None:
