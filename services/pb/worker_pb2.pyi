@@ -629,6 +629,7 @@ class Load(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    KV_CACHED_FIELD_NUMBER: _builtins.int
     queued_uncached_tokens: _builtins.int
     resident_tokens: _builtins.int
     kv_free: _builtins.int
@@ -642,6 +643,8 @@ class Load(_message.Message):
     state: _common_pb2.WorkerState.ValueType
     running: _builtins.int
     waiting: _builtins.int
+    kv_cached: _builtins.int
+    """of kv_free, blocks that hold a prefix"""
     @_builtins.property
     def role(self) -> _common_pb2.RoleWeights: ...
     def __init__(
@@ -658,10 +661,11 @@ class Load(_message.Message):
         state: _common_pb2.WorkerState.ValueType = ...,
         running: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        kv_cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_free", b"kv_free", "kv_total", b"kv_total", "queued_uncached_tokens", b"queued_uncached_tokens", "rate_tok_s", b"rate_tok_s", "resident_tokens", b"resident_tokens", "role", b"role", "running", b"running", "state", b"state", "tbt_a_us", b"tbt_a_us", "tbt_b_us", b"tbt_b_us", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cached", b"kv_cached", "kv_free", b"kv_free", "kv_total", b"kv_total", "queued_uncached_tokens", b"queued_uncached_tokens", "rate_tok_s", b"rate_tok_s", "resident_tokens", b"resident_tokens", "role", b"role", "running", b"running", "state", b"state", "tbt_a_us", b"tbt_a_us", "tbt_b_us", b"tbt_b_us", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

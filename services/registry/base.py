@@ -38,6 +38,7 @@ class LoadReport:
     tbt_b_us: float = 0.0
     running: int = 0
     waiting: int = 0
+    kv_cached: int = 0  # of kv_free, blocks that hold a prefix: new blocks push them out
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,9 @@ def _price(weights: Weights, ask: Ask, row: Row, total: int, num_rows: int) -> _
             queued = queued + row.candidate.newness * missing
     # The last token is always computed, however much of the prompt is cached.
     uncached = ask.num_tokens - min(row.hit_tokens, ask.num_tokens - 1)
-    full = 1 - min(load.kv_free, load.kv_total) / load.kv_total if load.kv_total else 0.0
+    # A free block that holds a prefix is not empty: what is computed here pushes it out.
+    empty = max(0, min(load.kv_free, load.kv_total) - load.kv_cached)
+    full = 1 - empty / load.kv_total if load.kv_total else 0.0
     rate = load.rate_tok_s if load.rate_tok_s >= MIN_RATE_TOK_S else weights.rate_tok_s
     work = queued + uncached * (1 + weights.displacement * full)
     is_measured = load.tbt_a_us > 0

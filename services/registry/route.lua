@@ -67,12 +67,12 @@ if #ARGV[7] >= 20 then
     if rec and #rec == 64 and rec:byte(4) == 1 then
       local _, wanted, role, seed, newness = struct.unpack('<HHBxxxId', ARGV[7], i * 20 - 19)
       local gen, _, _, running, waiting, deadline, queued, resident, kv_free, kv_total, rate, tbt_a,
-        tbt_b = struct.unpack('<HBBHHdIIIIfff', rec)
+        tbt_b, _, _, kv_cached = struct.unpack('<HBBHHdIIIIfffdII', rec)
       if gen == wanted and deadline > now then
         local row = {slot = slot, gen = gen, is_prefill = role == 1, seed = seed, newness = newness,
           running = running, waiting = waiting, queued_tokens = queued, resident_tokens = resident,
-          kv_free = kv_free, kv_total = kv_total, rate = sane(rate), tbt_a = sane(tbt_a),
-          tbt_b = sane(tbt_b), booked = read_booked(booked[i], gen), hint = 0, hit = 0, queued = 0,
+          kv_free = kv_free, kv_total = kv_total, kv_cached = kv_cached, rate = sane(rate),
+          tbt_a = sane(tbt_a), tbt_b = sane(tbt_b), booked = read_booked(booked[i], gen), hint = 0, hit = 0, queued = 0,
           uncached = 0, use_rate = 0, prefill_s = 0, resident = 0, tbt_s = 0, fits = true}
         rows[#rows + 1] = row
         by_slot[slot] = row
@@ -213,7 +213,10 @@ local function price(ask, row, total, count)
   row.queued = queued
   row.uncached = ask.tokens - math.min(row.hit, ask.tokens - 1)
   local full = 0
-  if row.kv_total > 0 then full = 1 - math.min(row.kv_free, row.kv_total) / row.kv_total end
+  if row.kv_total > 0 then
+    local empty = math.max(0, math.min(row.kv_free, row.kv_total) - row.kv_cached)
+    full = 1 - empty / row.kv_total
+  end
   row.use_rate = row.rate >= 1 and row.rate or usual_rate
   local work = queued + row.uncached * (1 + displacement * full)
   row.prefill_s = work / row.use_rate

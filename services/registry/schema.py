@@ -39,8 +39,8 @@ RECLAIM_MS = 30_000  # an expired worker keeps its slot and its hints for this l
 TURN_MS = 100  # of the janitor: many workers sweep no faster than one in a hurry
 
 # gen, role, state, running, waiting, lease deadline, queued, resident, kv_free, kv_total,
-# rate, tbt_a, tbt_b, publish sequence, topology
-_RECORD = struct.Struct("<HBBHHdIIIIfffdI8x")
+# rate, tbt_a, tbt_b, publish sequence, topology, kv_cached
+_RECORD = struct.Struct("<HBBHHdIIIIfffdII4x")
 _ROLES = {"prefill": 1, "decode": 2}
 _STATES = {"live": 1, "draining": 2}
 _ROLE_NAMES = {code: name for name, code in _ROLES.items()}
@@ -98,6 +98,7 @@ def pack_record(role: str, state: str, load: LoadReport) -> bytes:
         load.tbt_b_us,
         0.0,
         0,
+        _u32(load.kv_cached),
     )
 
 
@@ -108,10 +109,10 @@ def unpack_record(data: bytes) -> PackedRecord | None:
     gen, role, state, running, waiting, deadline, *rest = _RECORD.unpack(data)
     if role not in _ROLE_NAMES or state not in _STATE_NAMES or deadline != deadline:
         return None
-    queued, resident, kv_free, kv_total, rate, tbt_a, tbt_b, _seq, _topology = rest
+    queued, resident, kv_free, kv_total, rate, tbt_a, tbt_b, _seq, _topology, kv_cached = rest
     load = LoadReport(
         queued, resident, kv_free, kv_total, _sane(rate), _sane(tbt_a), _sane(tbt_b),
-        running, waiting,
+        running, waiting, kv_cached,
     )  # fmt: skip
     return PackedRecord(gen, _ROLE_NAMES[role], _STATE_NAMES[state], deadline, load)
 

@@ -118,6 +118,7 @@ def load_report(load: worker_pb2.Load) -> LoadReport:
         tbt_b_us=load.tbt_b_us,
         running=load.running,
         waiting=load.waiting,
+        kv_cached=load.kv_cached,
     )
 
 

@@ -211,6 +211,7 @@ def load_report(load: EngineLoad) -> LoadReport:
         tbt_b_us=load.tbt_b_us,
         running=load.running,
         waiting=load.waiting,
+        kv_cached=load.blocks_cached,
     )
 
 

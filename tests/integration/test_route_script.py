@@ -61,6 +61,7 @@ def random_load(rng: random.Random) -> LoadReport:
         tbt_b_us=f32(rng.uniform(0, 3)),
         running=rng.choice((0, rng.randrange(60))),
         waiting=rng.choice((0, rng.randrange(9))),
+        kv_cached=rng.choice((0, rng.randrange(total + 1), 2 * total)),
     )
 
 

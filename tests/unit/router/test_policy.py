@@ -141,6 +141,17 @@ def test_prefix_hit_beats_an_idle_peer_until_its_queue_costs_more() -> None:
     assert terms[WorkerId("p1")].uncached_tokens == 320
 
 
+def test_new_blocks_cost_more_where_they_push_prefixes_out() -> None:
+    """A pool full of cached prefixes has room, but what is computed there is taken from others."""
+    full = LoadReport(kv_free=100, kv_total=100, kv_cached=100, rate_tok_s=1000.0)
+    empty = replace(full, kv_cached=0, queued_uncached_tokens=200)
+    decision = decide(
+        make_view(make_worker("p0", full), make_worker("p1", empty), make_worker("d0"))
+    )
+    assert decision.worker.worker_id == "p1"
+    assert [t.uncached_tokens for t in decision.terms[:2]] == [320, 320]
+
+
 def test_a_full_hit_still_computes_the_last_token() -> None:
     decision = decide(make_view(make_worker("p0"), make_worker("d0")), {"p0": 1000})
     assert decision.terms[0].uncached_tokens == 1
