@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_BLOCKS = 4096  # 1.4 GiB a pool
 MAX_TIMES = 10_000  # that anything is measured; more would take days
 MAX_PROMPT_TOKENS = 1 << 20
+MAX_ROUTERS = 64
 MAX_THREADS = 1024  # as of a worker
 _NUMBER_DIGITS = 9
 
@@ -121,6 +122,53 @@ def registry(
 
     progress = Progress()
     return show_result(run(hints, rounds, seed), progress)
+
+
+@app.command("policy")
+def policy(
+    trace: Annotated[
+        Path | None, typer.Option(help="A request trace as Mooncake published them, .jsonl or .gz.")
+    ] = None,
+    synthetic_groups: Annotated[
+        bool, typer.Option("--synthetic-groups", help="Users in groups, at several rates.")
+    ] = False,
+    policy_: Annotated[
+        str, typer.Option("--policy", help="One of them; all and their bars if left out.")
+    ] = "",
+    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 8,
+    cache_blocks: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Blocks of 512 tokens each of them holds.")
+    ] = 4000,
+    routers: Annotated[
+        str, typer.Option(help="Router replicas; with --synthetic-groups numbers with commas.")
+    ] = "1",
+    speedup: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="How much faster than traced prompts arrive.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    json_: Json = True,
+) -> int:
+    """Policies of placement on the same simulated workers: hits, balance, first tokens in time."""
+    from services.bench.policy import chosen_policies, run_groups, run_trace
+    from services.sim.placement import POLICIES
+    from services.sim.world import ClusterSpec
+
+    if (trace is None) != synthetic_groups:
+        raise typer.BadParameter("give either --trace or --synthetic-groups")
+    if policy_ and policy_ not in POLICIES:
+        raise typer.BadParameter(f"{policy_!r}: one of {', '.join(POLICIES)}")
+    counts, policies, progress = (
+        _numbers(routers, MAX_ROUTERS),
+        chosen_policies(policy_),
+        Progress(),
+    )
+    if trace is None:
+        return _show(run_groups(counts, policies, seed, progress), progress, as_json=json_)
+    if len(counts) != 1:
+        raise typer.BadParameter("a trace is replayed by one number of --routers")
+    spec = ClusterSpec(num_prefill=prefill, num_routers=counts[0], cache_units=cache_blocks)
+    result = run_trace(trace, spec, policies, speedup=speedup, seed=seed, tell=progress)
+    return _show(result, progress, as_json=json_)
 
 
 @app.command("attach")
