@@ -15,7 +15,7 @@ from services.sim.workload import Workload, ideal_hit
 from services.sim.world import ClusterSpec, World
 
 SLICE = Path(__file__).parents[2] / "data" / "mooncake_conversation_first_120.jsonl.gz"
-GROUPS = GroupLoad(10.0, 450, num_groups=20, num_users=3)
+GROUPS = GroupLoad(10.0, 300, num_groups=20, num_users=3)
 
 
 @pytest.fixture(scope="module")
