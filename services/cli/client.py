@@ -22,7 +22,11 @@ _TRAILER_CODE = "isthmus-code"
 def connect(address: str, tls: bool = False, ca_file: Path | None = None) -> Iterator[grpc.Channel]:
     """Open a channel that is known to work; a silent address ends the command."""
     _check_address(address)
-    options = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
+    options = (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # A channel is a connection of its own: several processes may share the address.
+        ("grpc.use_local_subchannel_pool", 1),
+    )
     if tls or ca_file is not None:
         channel = grpc.secure_channel(address, _credentials(ca_file), options=options)
     else:

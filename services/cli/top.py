@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,9 +69,9 @@ def top(
     """Watch the cluster: a live table on a terminal, plain lines in a pipe."""
     import sys
 
-    from services.cli.routers import Routers
+    from services.cli.routers import Routers, by_status
 
-    routers = Routers.of(server, api_key, tls, ca_file)
+    routers = replace(Routers.of(server, api_key, tls, ca_file), identify=by_status)
     frames = _frames(routers, interval_s, count)
     if sys.stdout.isatty():
         return _show_live(frames)

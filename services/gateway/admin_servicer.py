@@ -47,6 +47,7 @@ class AdminConfig:
 
     lease_ms: int  # life of a worker's lease, as this cluster is configured
     describe: Callable[[], Mapping[str, bytes]] = dict  # this process, for a bundle
+    processes: int = 1  # that share the port
     traffic: TrafficControl | None = None  # None = this process has no rules to change
 
 
@@ -283,6 +284,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             router_id=router.config.router_id,
             model=router.served_models()[0].name,
             models=[model.name for model in router.served_models()],
+            processes=self._config.processes,
             workers=[worker_message(worker, self._config.lease_ms) for worker in workers],
             requests_open=router.num_open,
             degraded=is_degraded,
@@ -296,6 +298,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListRequestsResponse(
             router_id=self._router.config.router_id,
             requests=[running_message(request, now) for request in self._router.running()],
+            processes=self._config.processes,
         )
 
     def _own_files(self) -> dict[str, bytes]:

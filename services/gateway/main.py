@@ -166,6 +166,7 @@ class _RouterProcess:
             AdminConfig(
                 lease_ms=config.lease.worker_lease_ms,
                 describe=lambda: process_files(public_values(config), self._metrics),
+                processes=settings.processes,
                 traffic=traffic,
             ),
         )

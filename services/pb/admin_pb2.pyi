@@ -102,6 +102,7 @@ class ClusterStatusResponse(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     model: _builtins.str
     """the default one"""
@@ -109,6 +110,8 @@ class ClusterStatusResponse(_message.Message):
     degraded: _builtins.bool
     """deciding without the store"""
     degraded_reason: _builtins.str
+    processes: _builtins.int
+    """that share this port; a new connection meets any of them"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]: ...
     @_builtins.property
@@ -131,10 +134,11 @@ class ClusterStatusResponse(_message.Message):
         totals: Global___Totals | None = ...,
         recent: Global___Latencies | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recent", b"recent", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "models", b"models", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "models", b"models", "processes", b"processes", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,7 +239,10 @@ class ListRequestsResponse(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    processes: _builtins.int
+    """as in ClusterStatusResponse"""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]: ...
     def __init__(
@@ -243,10 +250,11 @@ class ListRequestsResponse(_message.Message):
         *,
         router_id: _builtins.str = ...,
         requests: _abc.Iterable[Global___RunningRequest] | None = ...,
+        processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "requests", b"requests", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

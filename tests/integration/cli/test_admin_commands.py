@@ -64,6 +64,11 @@ def ask(cluster: LocalCluster) -> httpx.Response:
 class Strange(admin_pb2_grpc.AdminServicer):
     """A router that has never heard of any request."""
 
+    def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ListRequestsResponse:
+        return admin_pb2.ListRequestsResponse(router_id="stranger")
+
     def ExplainRequest(
         self, request: admin_pb2.ExplainRequestRequest, context: grpc.ServicerContext
     ) -> admin_pb2.ExplainRequestResponse:
