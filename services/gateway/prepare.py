@@ -110,9 +110,11 @@ class Preparer:
 
     def resolved(self, spec: GenerateSpec, arrival: Arrival) -> GenerateSpec:
         """Put the name of the model that is to answer in the place of what the client said."""
-        served = self._router.served_models()
-        key = traffic_key(spec, arrival)
-        return replace(spec, model=resolve(self._traffic.table(), spec.model, key, served).name)
+        table = self._traffic.table()
+        if not table.aliases and not table.mirrors:
+            return spec  # names are those of models: the check that follows looks them up
+        key, served = traffic_key(spec, arrival), self._router.served_models()
+        return replace(spec, model=resolve(table, spec.model, key, served).name)
 
     def mirrored(self, spec: GenerateSpec, arrival: Arrival) -> GenerateSpec | None:
         """Return a request for the model that mirrors a resolved one, if one does."""
