@@ -42,6 +42,7 @@ from services.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 _WARN_EVERY_S = 60.0
+_MODELS_FOR_S = 0.1  # what the pools of all workers hold changes with the workers
 
 
 class Router:
@@ -68,6 +69,8 @@ class Router:
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._recent = RecentRequests(config.max_reports) if recent is None else recent
         self._gate = Gate(config.admission, config.policy, self._cluster.view, clock, self._hooks)
+        self._models: tuple[ServedModel, ...] = ()
+        self._models_until = float("-inf")
         self._last_number = 0
         self._warned_at = float("-inf")
         self._is_draining = False
@@ -147,7 +150,13 @@ class Router:
         )
 
     def served_models(self) -> tuple[ServedModel, ...]:
-        """Return the one model of this cluster."""
+        """Return the one model of this cluster; asked for several times a request."""
+        now = self._clock.now()
+        if now >= self._models_until:
+            self._models, self._models_until = self._look_at_models(), now + _MODELS_FOR_S
+        return self._models
+
+    def _look_at_models(self) -> tuple[ServedModel, ...]:
         view = self._cluster.view()
         sizes = [_pool_tokens(w) for role in ("prefill", "decode") for w in view.usable(role)]
         manifest = self._manifest
@@ -238,7 +247,7 @@ class Router:
         )
         # n choices share the buffer, so each brings its own room.
         room = self._config.max_buffered_outputs * call.sampling.n
-        request = OpenRequest(progress, OutputBuffer(room))
+        request = OpenRequest(progress, OutputBuffer(room, call.sink))
         self._conductor.add(request)
         return request
 

@@ -1,10 +1,17 @@
-"""Metrics of the catalogue through OpenTelemetry, read in Prometheus text form."""
+"""Metrics of the catalogue, read in Prometheus text form.
+
+A token is counted more often than anything else happens in a router, so counting is a lookup and
+an addition here, and everything that takes time is done when somebody asks.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Self
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from services.common.version import installed_version
 from services.telemetry.catalog import (
@@ -17,26 +24,27 @@ from services.telemetry.catalog import (
 )
 
 if TYPE_CHECKING:
-    from opentelemetry import metrics as otel
-    from opentelemetry.sdk.metrics import MeterProvider
-    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_SERIES = 500  # label sets of one metric; more are folded into one overflow series
+OVERFLOW = "overflow"  # value of every label of that series
 
 Reading = tuple[float, Mapping[str, str]]
+_Key = tuple[str, ...]  # label values in the catalogue's order
+_V = TypeVar("_V")
 
 
 class Metrics:
     """Counts and observes by catalogue entry; `Metrics.disabled()` does nothing, cheaply."""
 
-    def __init__(self, instruments: _Instruments | None) -> None:
-        self._instruments = instruments
+    def __init__(self, store: _Store | None) -> None:
+        self._store = store
 
     @classmethod
     def enabled(cls) -> Self:
         """Make the metrics of one process (or one test)."""
-        made = cls(_Instruments())
+        made = cls(_Store())
         version = installed_version()
         made.watch(BUILD_INFO, lambda: ((1.0, {"version": version}),))
         return made
@@ -55,15 +63,13 @@ class Metrics:
 
     def add(self, metric: Counter, value: float = 1, /, **labels: str) -> None:
         """Raise a counter."""
-        if self._instruments is not None:
-            _check_labels(metric, labels)
-            self._instruments.counters[metric.name].add(value, labels)
+        if self._store is not None:
+            self._store.add(metric, value, _key(metric, labels))
 
     def observe(self, metric: Histogram, value: float, /, **labels: str) -> None:
         """Put one value into a distribution."""
-        if self._instruments is not None:
-            _check_labels(metric, labels)
-            self._instruments.histograms[metric.name].record(value, labels)
+        if self._store is not None:
+            self._store.observe(metric, value, _key(metric, labels))
 
     def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
         """Read a gauge by calling `read` at every scrape; it must be quick and thread-safe.
@@ -71,96 +77,142 @@ class Metrics:
         `read` returns a number, or (number, labels) pairs for a gauge with labels. A later
         watcher replaces an earlier one.
         """
-        if self._instruments is not None:
-            self._instruments.watch(metric, read)
+        if self._store is not None:
+            self._store.readers[metric.name] = read
 
     def render(self) -> bytes:
         """Everything in Prometheus text form."""
-        return b"" if self._instruments is None else self._instruments.render()
-
-    def shutdown(self) -> None:
-        """Let go of the reader."""
-        if self._instruments is not None:
-            self._instruments.provider.shutdown()
-
-
-class _Instruments:
-    """OpenTelemetry objects of one process, made once from the catalogue."""
-
-    def __init__(self) -> None:
-        # Imported here: a process that has metrics off does not pay for the SDK.
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
-        from opentelemetry.sdk.metrics import Counter as SdkCounter
-        from opentelemetry.sdk.metrics import Histogram as SdkHistogram
-        from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.resources import Resource
-        from prometheus_client import CollectorRegistry
-
-        self.registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
-        reader = PrometheusMetricReader(
-            disable_target_info=True,
-            scope_info_enabled=False,
-            registry=self.registry,
-            cardinality_limits={SdkCounter: MAX_SERIES, SdkHistogram: MAX_SERIES},
-        )
-        self.provider: MeterProvider = MeterProvider(
-            metric_readers=[reader], resource=Resource.create({}), shutdown_on_exit=False
-        )
-        self._meter: otel.Meter = self.provider.get_meter("isthmus")
-        self._readers: dict[str, Callable[[], float | Iterable[Reading]]] = {}
-        # The reader's hand-over queue takes one scrape at a time.
-        self._render_lock = threading.Lock()
-        self.counters: dict[str, otel.Counter] = {}
-        self.histograms: dict[str, otel.Histogram] = {}
-        for metric in all_metrics():
-            self._create(metric)
-
-    def _create(self, metric: Metric) -> None:
-        # The unit is part of our names already; given to the reader it would be added again.
-        if isinstance(metric, Counter):
-            name = metric.name.removesuffix("_total")  # the text form adds it
-            self.counters[metric.name] = self._meter.create_counter(
-                name, description=metric.description
-            )
-        elif isinstance(metric, Histogram):
-            self.histograms[metric.name] = self._meter.create_histogram(
-                metric.name,
-                description=metric.description,
-                explicit_bucket_boundaries_advisory=metric.buckets,
-            )
-
-    def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
-        """Register the gauge on first use; swap its reader afterwards."""
-        is_new = metric.name not in self._readers
-        self._readers[metric.name] = read
-        if is_new:
-            self._meter.create_observable_gauge(
-                metric.name, callbacks=[self._callback(metric)], description=metric.description
-            )
-
-    def _callback(
-        self, metric: Gauge
-    ) -> Callable[[otel.CallbackOptions], Iterable[otel.Observation]]:
-        from opentelemetry.metrics import Observation
-
-        def observe(_options: otel.CallbackOptions) -> Iterable[otel.Observation]:
-            result = self._readers[metric.name]()
-            readings = [(result, {})] if isinstance(result, (int, float)) else list(result)
-            for value, labels in readings:
-                _check_labels(metric, labels)
-                yield Observation(value, dict(labels))
-
-        return observe
-
-    def render(self) -> bytes:
-        """Collect and format."""
+        if self._store is None:
+            return b""
         from prometheus_client import generate_latest
 
-        with self._render_lock:
-            return generate_latest(self.registry)
+        return generate_latest(self._store)
+
+    def shutdown(self) -> None:
+        """Let go of what gauges are read from."""
+        if self._store is not None:
+            self._store.readers.clear()
 
 
-def _check_labels(metric: Metric, labels: Mapping[str, str]) -> None:
+@dataclass(slots=True)
+class _Total:
+    value: float = 0.0
+
+
+class _Distribution:
+    """Numbers of values per bucket, the last one without an upper bound, and their sum."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self, num_bounds: int) -> None:
+        self.counts = [0] * (num_bounds + 1)
+        self.total = 0.0
+
+
+class _Series(Generic[_V]):
+    """One metric's values by label values; bounded."""
+
+    def __init__(self, metric: Metric, make: Callable[[], _V]) -> None:
+        self.by_key: dict[_Key, _V] = {}
+        self._overflow = (OVERFLOW,) * len(metric.labels)
+        self._make = make
+
+    def at(self, key: _Key) -> _V:
+        """Return the value of a label set, or the overflow's once there are too many."""
+        found = self.by_key.get(key)
+        if found is not None:
+            return found
+        if len(self.by_key) >= MAX_SERIES:
+            key = self._overflow
+        return self.by_key.setdefault(key, self._make())
+
+
+class _Store:
+    """All values of one process; counted from several threads, read by whoever scrapes."""
+
+    def __init__(self) -> None:
+        self.readers: dict[str, Callable[[], float | Iterable[Reading]]] = {}
+        self._lock = threading.Lock()
+        self._totals: dict[str, _Series[_Total]] = {}
+        self._distributions: dict[str, _Series[_Distribution]] = {}
+        for metric in all_metrics():
+            if isinstance(metric, Counter):
+                self._totals[metric.name] = _Series(metric, _Total)
+            elif isinstance(metric, Histogram):
+                self._distributions[metric.name] = _Series(
+                    metric, partial(_Distribution, len(metric.buckets))
+                )
+
+    def add(self, metric: Counter, value: float, key: _Key) -> None:
+        with self._lock:
+            self._totals[metric.name].at(key).value += value
+
+    def observe(self, metric: Histogram, value: float, key: _Key) -> None:
+        with self._lock:
+            distribution = self._distributions[metric.name].at(key)
+            # A value on a bound belongs below it.
+            distribution.counts[bisect_left(metric.buckets, value)] += 1
+            distribution.total += value
+
+    # -- prometheus_client's Collector --------------------------------------------------------
+
+    def collect(self) -> Iterator[Family]:
+        """Give every metric that has a value."""
+        for metric in all_metrics():
+            if isinstance(metric, Counter):
+                yield from self._counter(metric)
+            elif isinstance(metric, Histogram):
+                yield from self._histogram(metric)
+            elif metric.name in self.readers:
+                yield self._gauge(metric)
+
+    def _counter(self, metric: Counter) -> Iterator[Family]:
+        from prometheus_client.core import CounterMetricFamily
+
+        with self._lock:
+            values = [(k, v.value) for k, v in self._totals[metric.name].by_key.items()]
+        if values:
+            family = CounterMetricFamily(metric.name, metric.description, labels=metric.labels)
+            for key, value in values:
+                family.add_metric(key, value)
+            yield family
+
+    def _histogram(self, metric: Histogram) -> Iterator[Family]:
+        from prometheus_client.core import HistogramMetricFamily
+
+        with self._lock:
+            values = [
+                (k, list(v.counts), v.total)
+                for k, v in self._distributions[metric.name].by_key.items()
+            ]
+        if values:
+            family = HistogramMetricFamily(metric.name, metric.description, labels=metric.labels)
+            bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
+            for key, counts, total in values:
+                below, buckets = 0, []
+                for bound, count in zip(bounds, counts, strict=True):
+                    below += count
+                    buckets.append((bound, below))
+                family.add_metric(key, buckets, total)
+            yield family
+
+    def _gauge(self, metric: Gauge) -> Family:
+        from prometheus_client.core import GaugeMetricFamily
+
+        result = self.readers[metric.name]()
+        readings = [(result, {})] if isinstance(result, (int, float)) else result
+        family = GaugeMetricFamily(metric.name, metric.description, labels=metric.labels)
+        for value, labels in readings:
+            family.add_metric(_key(metric, labels), value)
+        return family
+
+
+def _key(metric: Metric, labels: Mapping[str, str]) -> _Key:
     """A label the catalogue does not name is a fault of ours; found by any test that counts."""
-    if len(labels) != len(metric.labels) or any(name not in labels for name in metric.labels):
+    try:
+        key = tuple([labels[name] for name in metric.labels])
+    except KeyError:
+        key = ()
+    if len(key) != len(metric.labels) or len(labels) != len(key):
         raise ValueError(f"{metric.name} has labels {metric.labels}, got {tuple(labels)}")
+    return key
