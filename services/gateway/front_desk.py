@@ -19,7 +19,8 @@ from services.gateway.prepare import Preparer
 from services.gateway.shared_run import SharedRun
 from services.gateway.spec import GenerateSpec
 from services.gateway.validate import Arrival, deadline_of
-from services.router.api import GenerateCall, RequestEnd, RouterOutput, RouterPort
+from services.router.api import GenerateCall, OutputSink, RequestEnd, RouterOutput, RouterPort
+from services.router.output_sink import TappedSink
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -72,15 +73,23 @@ class FrontDesk:
         return max(0.0, deadline - self.clock.now() + DEADLINE_GRACE_S)
 
     def generate(
-        self, spec: GenerateSpec, arrival: Arrival, key: str = "", fingerprint: bytes = b""
+        self,
+        spec: GenerateSpec,
+        arrival: Arrival,
+        key: str = "",
+        fingerprint: bytes = b"",
+        sink: OutputSink | None = None,
     ) -> AsyncGenerator[RouterOutput, None]:
-        """Run a request, or join the one of the same idempotency key. Raises IsthmusError."""
+        """Run a request, or join the one of the same idempotency key. Raises IsthmusError.
+
+        A sink is used where the caller is the only reader: it has no key.
+        """
         if self._is_draining:
             raise RequestError("draining", "the server is shutting down", retry_after_ms=1000)
         # Before anything is made whose size the request decides.
         self.preparer.check(spec)
         if not key:
-            return self._run(spec, arrival)
+            return self._run(spec, arrival, sink)
         claim = self._table.claim(arrival.tenant, key, fingerprint, self.clock.now())
         if claim.reason == "forgotten":
             raise RequestError(
@@ -118,21 +127,23 @@ class FrontDesk:
             await run.close()
 
     async def _run(
-        self, spec: GenerateSpec, arrival: Arrival
+        self, spec: GenerateSpec, arrival: Arrival, sink: OutputSink | None = None
     ) -> AsyncGenerator[RouterOutput, None]:
         self._num_open += 1
         self._idle.clear()
         has_ended = False
         try:
             call = await self.preparer.call(spec, arrival)
-            # The iterator may lack aclose() in a fake; the real one is a generator.
-            outputs = self._router.generate(call)
             async with contextlib.AsyncExitStack() as stack:
-                if isinstance(outputs, AsyncGenerator):
-                    await stack.enter_async_context(contextlib.aclosing(outputs))
                 bill = stack.enter_context(
                     self.accounting.billed(arrival.tenant, len(call.token_ids))
                 )
+                if sink is not None:
+                    call = replace(call, sink=TappedSink(sink, bill.note))
+                # The iterator may lack aclose() in a fake; the real one is a generator.
+                outputs = self._router.generate(call)
+                if isinstance(outputs, AsyncGenerator):
+                    await stack.enter_async_context(contextlib.aclosing(outputs))
                 async for output in outputs:
                     bill.note(output)
                     has_ended = isinstance(output, RequestEnd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Send
@@ -75,11 +75,25 @@ async def _cancel(task: asyncio.Future[None]) -> None:
         await asyncio.wait((task,))
 
 
+class Flow(Protocol):
+    """The server's flow control of one connection."""
+
+    write_paused: bool
+
+
 class Responder:
     """Writes one response: whole, or a started stream. Knows whether it has started."""
 
-    def __init__(self, send: Send, extra_headers: Mapping[str, str], *, is_head: bool) -> None:
+    def __init__(
+        self,
+        send: Send,
+        extra_headers: Mapping[str, str],
+        *,
+        is_head: bool,
+        flow: Flow | None = None,
+    ) -> None:
         self.has_started = False
+        self._flow = flow
         self._send = send
         self._extra = extra_headers
         self._is_head = is_head
@@ -124,6 +138,23 @@ class Responder:
     async def events(self, data: bytes) -> None:
         """Send events of a started stream."""
         await self._send(_body(data, more=True))
+
+    @property
+    def can_write_now(self) -> bool:
+        """Whether the connection takes bytes without anybody waiting."""
+        return self._flow is not None and not self._flow.write_paused
+
+    def events_now(self, data: bytes) -> None:
+        """Send events of a started stream without waiting; only while `can_write_now`."""
+        sending = self._send(_body(data, more=True))
+        assert isinstance(sending, Coroutine)
+        try:
+            sending.send(None)
+        except StopIteration:
+            return
+        # Only a paused connection makes it wait, and this one is not.
+        sending.close()
+        raise RequestError("internal", "a write that had to go through waited")
 
     async def end_events(self, data: bytes = b"") -> None:
         """Send the last events and end the stream."""

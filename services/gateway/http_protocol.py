@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -11,6 +11,8 @@ from services.common.errors import RequestError
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import openai_error
 from services.gateway.openai_output import dump
+
+FLOW_KEY = "isthmus.flow"  # in the scope: whether the connection takes more bytes now
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -59,6 +61,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is None:
             self._start_timer()
         super().on_message_begin()
+        # uvicorn's own type of scope knows no other keys.
+        cast("dict[str, object]", self.scope)[FLOW_KEY] = self.flow
 
     def on_headers_complete(self) -> None:
         """The head is whole."""

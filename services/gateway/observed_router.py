@@ -18,6 +18,7 @@ from services.router.api import (
     RouterPort,
     ServedModel,
 )
+from services.router.output_sink import TappedSink
 from services.telemetry import catalog
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Span, Tracing
@@ -59,13 +60,14 @@ class ObservedRouter:
         )
         self._trace_ids.put(call.request_id, span.trace_id)
         outcome = "cancelled"
-        gaps = _Gaps(self._metrics)
+        gaps = _Gaps(self._metrics, self._clock)
         try:
-            traced = replace(call, traceparent=span.traceparent or call.traceparent)
+            sink = None if call.sink is None else TappedSink(call.sink, gaps.note)
+            traced = replace(call, traceparent=span.traceparent or call.traceparent, sink=sink)
             async with aclosing(_generator(self._inner, traced)) as outputs:
                 async for output in outputs:
                     if isinstance(output, ChoiceDelta):
-                        gaps.delta(len(output.token_ids), self._clock.now())
+                        gaps.note(output)
                     elif isinstance(output, RequestEnd):
                         outcome = "ok"
                         tpot_s = gaps.end(output.timing.mode)
@@ -123,16 +125,19 @@ class ObservedRouter:
 class _Gaps:
     """Times between the frames of one request."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
+        self._clock = clock
         self._first: float | None = None
         self._last = 0.0
         self._num_after_first = 0
 
-    def delta(self, num_tokens: int, now: float) -> None:
+    def note(self, output: ChoiceDelta) -> None:
         """Tokens were handed to the client."""
+        num_tokens = len(output.token_ids)
         if not num_tokens:
             return
+        now = self._clock.now()
         if self._first is None:
             self._first = now
         else:

@@ -15,7 +15,7 @@ from services.gateway.auth import Authenticator
 from services.gateway.front_desk import FrontDesk
 from services.gateway.hooks import GatewayHooks
 from services.gateway.http_edge import Endpoint, Exchange, HttpEdge, HttpRoute
-from services.gateway.http_io import read_body, traceparent_of, while_connected
+from services.gateway.http_io import Responder, read_body, traceparent_of, while_connected
 from services.gateway.input_bounds import check_text, parse_json
 from services.gateway.openai_api import (
     OpenAIRequest,
@@ -51,6 +51,7 @@ from services.gateway.wire_names import (
     RouteSpec,
 )
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, ServedModel
+from services.router.output_sink import LiveSink
 
 T = TypeVar("T")
 
@@ -111,13 +112,18 @@ class HttpDoor:
         spec = self._desk.preparer.resolved(spec, arrival)
         key = self._idempotency_key(exchange)
         digest = hashlib.sha256(exchange.route.encode() + b"\0" + raw).digest() if key else b""
-        outputs = self._desk.generate(spec, arrival, key, digest)
         facts = self._facts(exchange, request, spec)
-        work = self._stream if request.stream else self._whole
+        live = _LiveStream(exchange.responder, StreamWriter(facts)) if request.stream else None
+        sink = None if live is None else live.sink
+        outputs = self._desk.generate(spec, arrival, key, digest, sink)
         try:
             async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
                 async with contextlib.aclosing(outputs):
-                    await while_connected(work(exchange, outputs, facts, spec.n), exchange.receive)
+                    if live is None:
+                        work = self._whole(exchange, outputs, facts, spec.n)
+                    else:
+                        work = self._stream(exchange, outputs, live)
+                    await while_connected(work, exchange.receive)
         except TimeoutError:
             raise RequestError("deadline_exceeded", "the request's deadline passed") from None
 
@@ -133,13 +139,12 @@ class HttpDoor:
         self,
         exchange: Exchange,
         outputs: AsyncGenerator[RouterOutput, None],
-        facts: AnswerFacts,
-        _num_choices: int,
+        live: _LiveStream,
     ) -> None:
-        writer = StreamWriter(facts)
-        responder = exchange.responder
+        writer, responder = live.writer, exchange.responder
         try:
             async for output in outputs:
+                live.sink.is_open = False  # it must not overtake this one
                 # Started late: an error before the first token keeps its own HTTP status.
                 if not responder.has_started:
                     await responder.start_events()
@@ -148,6 +153,7 @@ class HttpDoor:
                     data = writer.delta(output)
                     if data:
                         await responder.events(data)
+                    live.sink.is_open = True
                 elif isinstance(output, ChoiceEnd):
                     await responder.events(writer.end(output))
                 else:
@@ -158,6 +164,7 @@ class HttpDoor:
         except IsthmusError as error:
             if not responder.has_started:
                 raise
+            live.sink.is_open = False
             # Headers are out: the error is an event, and no finish_reason or DONE follows.
             exchange.code = error.spec.code
             await responder.end_events(writer.error(error))
@@ -295,6 +302,24 @@ class HttpDoor:
             "owned_by": "isthmus",
             "max_model_len": model.context_length,
         }
+
+
+class _LiveStream:
+    """Writes deltas of one stream in the moment they come."""
+
+    def __init__(self, responder: Responder, writer: StreamWriter) -> None:
+        self.writer = writer
+        self.sink = LiveSink(self)
+        self._responder = responder
+
+    def write_now(self, output: ChoiceDelta) -> bool:
+        """Write it, unless the client lags."""
+        if not self._responder.can_write_now:
+            return False
+        data = self.writer.delta(output)
+        if data:
+            self._responder.events_now(data)
+        return True
 
 
 def _route(spec: RouteSpec, endpoint: Endpoint) -> HttpRoute:

@@ -13,6 +13,14 @@ from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 
 
+class OutputSink(Protocol):
+    """Takes new output at once, where somebody can; see services.router.output_sink."""
+
+    def push(self, output: ChoiceDelta) -> bool:
+        """Take a delta; False leaves it to the iterator. Must not block."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
     """A validated, tokenised request. Times are monotonic seconds."""
@@ -32,6 +40,7 @@ class GenerateCall:
     slo_tpot_ms: int = 0
     traceparent: str = ""
     session: str = ""  # breaks ties between workers, no more
+    sink: OutputSink | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

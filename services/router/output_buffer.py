@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from services.common.errors import IsthmusError, RequestError
-from services.router.api import RouterOutput
+from services.router.api import ChoiceDelta, OutputSink, RouterOutput
 
 
 class OutputBuffer:
@@ -15,8 +15,10 @@ class OutputBuffer:
     A client that falls further behind than the bound is cut off: workers never wait for it.
     """
 
-    def __init__(self, max_outputs: int) -> None:
+    def __init__(self, max_outputs: int, sink: OutputSink | None = None) -> None:
+        """`sink` is offered every delta before which nothing waits."""
         self._max_outputs = max_outputs
+        self._sink = sink
         self._items: deque[RouterOutput] = deque()
         self._error: IsthmusError | None = None
         self._ready = asyncio.Event()
@@ -27,11 +29,15 @@ class OutputBuffer:
         return self._error
 
     def put(self, items: list[RouterOutput]) -> None:
-        """Add outputs.
+        """Add outputs, or give them away at once.
 
         Raises:
             RequestError: slow_reader, when the client lags too far behind.
         """
+        if self._sink is not None and not self._items:
+            items = _not_taken(items, self._sink)
+            if not items:
+                return
         if len(self._items) + len(items) > self._max_outputs:
             raise RequestError(
                 "slow_reader", f"more than {self._max_outputs} outputs wait for the client"
@@ -57,3 +63,11 @@ class OutputBuffer:
             self._ready.clear()
             await self._ready.wait()
         return self._items.popleft()
+
+
+def _not_taken(items: list[RouterOutput], sink: OutputSink) -> list[RouterOutput]:
+    """Offer outputs in order; return them from the first on that the sink does not take."""
+    for index, item in enumerate(items):
+        if not (isinstance(item, ChoiceDelta) and sink.push(item)):
+            return items[index:]
+    return []
