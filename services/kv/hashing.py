@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +43,17 @@ class HashScope:
     @property
     def root(self) -> BlockHash:
         """Parent of every chain's first block."""
-        digest = hashlib.sha256()
-        fields = (self.model_digest, self.adapter_digest, self.tenant)
-        for part in (_ROOT_TAG, HASH_SCHEME.encode(), *(text.encode() for text in fields)):
-            digest.update(struct.pack("<I", len(part)))
-            digest.update(part)
-        return BlockHash(digest.digest()[:HASH_BYTES])
+        return _root(self)
+
+
+@lru_cache(maxsize=1024)  # tenants come again and again
+def _root(scope: HashScope) -> BlockHash:
+    digest = hashlib.sha256()
+    fields = (scope.model_digest, scope.adapter_digest, scope.tenant)
+    for part in (_ROOT_TAG, HASH_SCHEME.encode(), *(text.encode() for text in fields)):
+        digest.update(struct.pack("<I", len(part)))
+        digest.update(part)
+    return BlockHash(digest.digest()[:HASH_BYTES])
 
 
 def next_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
@@ -78,10 +84,14 @@ def chain_hashes(scope: HashScope, token_ids: npt.NDArray[np.uint32]) -> tuple[B
 def extend_hashes(parent: BlockHash, token_ids: npt.NDArray[np.uint32]) -> tuple[BlockHash, ...]:
     """Hashes of the full blocks of `token_ids`, which follow the block named `parent`."""
     data = pack_token_ids(token_ids)
-    hashes: list[BlockHash] = []
+    if len(parent) != HASH_BYTES:
+        raise ValueError(f"a block hash has {HASH_BYTES} bytes")
+    # As next_hash, without a call for each block: a prompt has thousands.
+    sha256, hashes, chained = hashlib.sha256, [], bytes(parent)
     for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
-        parent = next_hash(parent, data[start : start + _BLOCK_BYTES])
-        hashes.append(parent)
+        tokens = data[start : start + _BLOCK_BYTES]
+        chained = sha256(_BLOCK_PREFIX + chained + _TOKENS_PREFIX + tokens).digest()[:HASH_BYTES]
+        hashes.append(BlockHash(chained))
     return tuple(hashes)
 
 

@@ -45,7 +45,8 @@ class CircuitBreaker:
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
-        self._calls: deque[tuple[float, bool]] = deque(maxlen=self._config.max_calls)
+        self._calls: deque[tuple[float, bool]] = deque()
+        self._num_failures = 0  # among them
         self._state = BreakerState.CLOSED
         self._since = 0.0  # of OPEN, or of the probe in HALF_OPEN
 
@@ -73,20 +74,26 @@ class CircuitBreaker:
         failed = outcome is Outcome.FAILURE
         if self._state is BreakerState.HALF_OPEN:
             self._calls.clear()
+            self._num_failures = 0
             self._state = BreakerState.OPEN if failed else BreakerState.CLOSED
             self._since = now
             return
         self._calls.append((now, failed))
-        while self._calls and now - self._calls[0][0] > self._config.window_s:
-            self._calls.popleft()
+        self._num_failures += failed
+        self._forget(now)
         if self._state is BreakerState.CLOSED and self._is_bad():
             self._state, self._since = BreakerState.OPEN, now
 
     def _is_bad(self) -> bool:
         if len(self._calls) < self._config.min_calls:
             return False
-        failures = sum(failed for _, failed in self._calls)
-        return failures / len(self._calls) >= self._config.failure_share
+        return self._num_failures / len(self._calls) >= self._config.failure_share
+
+    def _forget(self, now: float) -> None:
+        """Drop what is old or too much; counted while going, as this happens for every call."""
+        calls, config = self._calls, self._config
+        while len(calls) > config.max_calls or (calls and now - calls[0][0] > config.window_s):
+            self._num_failures -= calls.popleft()[1]
 
 
 # Answers that blame the sender or the moment, not the worker.

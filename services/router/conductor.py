@@ -239,7 +239,7 @@ class Conductor:
             self.fail(request, error)
         except Exception:
             log.exception("router.request_fault", request_id=request.progress.call.request_id)
-            self.fail(request, RequestError("internal", "the router failed to go on"))
+            self.fail(request, _internal())
 
     # -- hedging -----------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Conductor:
             last = tokens.first_index + len(tokens.token_ids) // 4 - 1
             if last >= 0:
                 link.ack(tokens.request, tokens.choice, last)
-            self._apply(worker_id, tokens.request, tokens.attempt, partial(self._tokens, tokens))
+            self._take_tokens(worker_id, tokens)
         for ready in frame.tickets:
             self._apply(worker_id, ready.request, ready.attempt, partial(self._ticket, ready))
         for refusal in frame.refusals:
@@ -292,6 +292,22 @@ class Conductor:
             )
         for done in frame.done:
             self._apply(worker_id, done.request, done.attempt, partial(self._done, done))
+
+    def _take_tokens(self, worker_id: WorkerId, message: worker_pb2.Tokens) -> None:
+        """As _apply and _guard, without their partials: this happens for every token."""
+        request = self._open.get(message.request)
+        if request is None:
+            return
+        leg = request.progress.open_leg(worker_id, message.attempt)
+        if leg is None:
+            return
+        try:
+            self._tokens(message, request, leg)
+        except IsthmusError as error:
+            self.fail(request, error)
+        except Exception:
+            log.exception("router.request_fault", request_id=request.progress.call.request_id)
+            self.fail(request, _internal())
 
     def _apply(
         self,
@@ -648,6 +664,10 @@ def _movable_leg(
         if is_theirs and leg.is_open and leg.kind != PREFILL and leg.has_tokens:
             return None if leg.generated else leg
     return None
+
+
+def _internal() -> RequestError:
+    return RequestError("internal", "the router failed to go on")
 
 
 def _quarantined() -> RequestError:

@@ -44,6 +44,7 @@ LOCAL_TTL_S = 120
 HOLD_EVERY_S = 20.0  # a third of a reservation's life
 MAX_ENDS = 4096  # reservations waiting to be released; the rest run out by themselves
 ENDS_A_CALL = 128
+GATHER_ENDS_S = 0.02  # a call costs more than the little that is reserved for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class RouteDesk:
                 async with asyncio.timeout(HOLD_EVERY_S / 4):
                     await self._wake.wait()
             self._wake.clear()
-            await asyncio.sleep(0.005)  # gathers what ends in the same moment
+            await asyncio.sleep(GATHER_ENDS_S)
             await self._release()
             await self._hold()
 

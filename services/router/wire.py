@@ -16,6 +16,8 @@ from services.router.api import GenerateCall
 from services.router.request import ChoiceSoFar, TokenLogprob, TokensIn
 from services.router.timing import StageTimes
 
+_ONE_ID = struct.Struct("<I")
+
 PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"
 
 _PLANES = {
@@ -85,6 +87,13 @@ def build_work(
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Write token ids as little-endian uint32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Read little-endian uint32; mostly it is one."""
+    if len(packed) == _ONE_ID.size:
+        return _ONE_ID.unpack(packed)
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def sampling_message(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -157,8 +166,10 @@ def read_tokens(tokens: worker_pb2.Tokens) -> TokensIn:
     return TokensIn(
         choice=tokens.choice,
         first_index=tokens.first_index,
-        token_ids=struct.unpack(f"<{len(tokens.token_ids) // 4}I", tokens.token_ids),
-        logprobs=tuple(
+        token_ids=unpack_ids(tokens.token_ids),
+        logprobs=()
+        if not tokens.logprobs
+        else tuple(
             TokenLogprob(
                 entry.token_id,
                 entry.logprob,

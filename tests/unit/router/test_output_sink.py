@@ -98,7 +98,7 @@ async def test_task_and_sink_together_write_every_output_once_in_order(seed: int
             sink.is_open = False
             for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)  # the connection makes the task wait
-            if isinstance(output, ChoiceEnd):
+            if not isinstance(output, ChoiceDelta):
                 return
             writer.written.append(output.first_index)
             sink.is_open = True
