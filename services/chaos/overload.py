@@ -34,10 +34,10 @@ GOODPUT_BAR = 0.9
 REJECT_BAR_MS = 50.0
 TTFT_BAR = 2.0
 ATTEMPTS_BAR = 1.1
-SPEED = "4000:2"  # of every worker: prompt tokens a second, ms a step
-PROMPT_TOKENS = 256
+SPEED = "12000:2"  # of every worker: prompt tokens a second, ms a step
+PROMPT_TOKENS = 768  # too long to be computed by a decode worker
 ANSWER_TOKENS = 4
-CLIENTS = 24  # of the closed loop: more than all workers have in hand
+CLIENTS = 32  # of the closed loop: more than all workers have in hand
 CALL_TIMEOUT_S = 30.0
 LIVE_TIMEOUT_S = 60.0
 SETTLE_SHARE = 0.2  # of an arm's time, until queues are as long as they will be
@@ -232,9 +232,10 @@ def _result(
     rejects_ms = [(c.ended - c.began) * 1e3 for c in refused]
     told = [c.retry_after_ms for c in refused if c.retry_after_ms]
     num_sent = sum(not c.is_refused for c in (*at_capacity.calls, *overloaded.calls))
-    share = overloaded.rate(is_good) / capacity
+    peak = max(capacity, at_capacity.rate(is_good))
+    share = overloaded.rate(is_good) / peak
     result.figures |= {
-        "goodput_share_of_capacity": round(share, 3),
+        "goodput_share_of_peak": round(share, 3),
         "reject_p50_ms": round(percentile(rejects_ms, 0.5), 2),
         "reject_p99_ms": round(percentile(rejects_ms, 0.99), 2),
         "refused_with_retry_after": len(told),
@@ -244,7 +245,7 @@ def _result(
     }
     times = f"{setup.factor:g}x"
     result.bars += [
-        Bar(f"goodput at {times} over the capacity", round(share, 3), GOODPUT_BAR, ">="),
+        Bar(f"goodput at {times} the capacity over the peak", round(share, 3), GOODPUT_BAR, ">="),
         Bar("refusals, p99 ms", round(percentile(rejects_ms, 0.99), 2), REJECT_BAR_MS, "<="),
         Bar(
             f"TTFT p99 at {times} over that at capacity",

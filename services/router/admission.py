@@ -166,6 +166,24 @@ def backlog_of(
     )
 
 
+def longest_backlog_s(
+    workers: Sequence[WorkerView],
+    starting_tokens: int,
+    policy: PolicyConfig,
+    config: AdmissionConfig,
+) -> float:
+    """Return the longest backlog of all workers; infinite unless every one has room for more."""
+    longest_s = 0.0 if workers else inf
+    for worker in workers:
+        load, rate = worker.load, _rate(worker, policy)
+        queued = load.queued_uncached_tokens + worker.booked.prefill_tokens + starting_tokens
+        limit = max(config.worker_backlog_s * rate, config.worker_backlog_tokens)
+        if queued > limit or load.waiting > config.max_decode_waiting:
+            return inf
+        longest_s = max(longest_s, queued / rate)
+    return longest_s
+
+
 def is_decode_full(pool: Sequence[WorkerView], config: AdmissionConfig) -> bool:
     """Say whether every decode worker has sequences waiting already; nobody there is not full."""
     return bool(pool) and all(w.load.waiting > config.max_decode_waiting for w in pool)

@@ -29,6 +29,7 @@ from services.router.admission import (
     clamp_retry_after,
     is_decode_full,
     least_gaps,
+    longest_backlog_s,
 )
 from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
@@ -59,7 +60,7 @@ class _Entry:
     progress: Progress
     pool: _Pool  # it waits for, then starts in
     tokens: int  # it will have computed there
-    predicted_ttft_s: float = 0.0
+    predicted_ttft_s: float | None = None  # at its arrival; None = by whoever it was sent to
     predicted_wait_s: float = 0.0  # in the queue
     turn: asyncio.Future[None] | None = None
     waiting: Waiting | None = None  # its place in the queue
@@ -139,15 +140,17 @@ class Gate:
             RequestError: overloaded, with a time to come back; deadline_exceeded.
         """
         view = self._view()
+        wish = _wish(progress.call, self._config, self._clock.now())
+        if self._starts_anywhere(progress, wish, view):
+            return
         try:
             decision = self._choose(progress, view)
         except RequestError:
             return  # nobody can take it: who sends it knows what is to be done then
-        pool, now = self._pool(decision), self._clock.now()
+        pool, now = self._pool(decision.worker.role), self._clock.now()
         entry = _Entry(progress, pool, _uncached(progress, decision))
         backlog = self._backlog(entry, decision, view)
         waiting = self._waiting(entry, now)
-        wish = _wish(progress.call, self._config, now)
         standing = self._standing(entry, waiting, backlog, view)
         admission = admit(wish, standing, self._config)
         if admission.reason == "queue_full" and self._make_room(pool, waiting):
@@ -159,16 +162,19 @@ class Gate:
             raise _overloaded(admission.reason, admission.retry_after_s)
         self._entries[progress.number] = entry
         if admission.action == START:
-            self._let_go(entry, backlog)
+            self._let_go(entry)
         else:
             await self._wait(entry, waiting, admission, wish)
 
     def sent(self, progress: Progress) -> None:
         """A worker has been sent the request: from now on its bookings count."""
-        entry = self._entries.get(progress.number)
-        if entry is not None:
-            self._count_sent(entry)
-            self._start_others()
+        entry, decision = self._entries.get(progress.number), progress.decision
+        if entry is None:
+            return
+        if decision is not None:
+            entry.sent_prediction_s = decision.terms[0].prefill_s
+        self._count_sent(entry)
+        self._start_others()
 
     def first_token(self, progress: Progress) -> None:
         """The first token is here: learn from it."""
@@ -176,9 +182,11 @@ class Gate:
         sent_at = progress.marks.sent
         if entry is None or sent_at is None or progress.num_retries or progress.num_losses:
             return  # after a retry the time says nothing of the worker it was predicted for
+        received_at, predicted_s = progress.call.received_at, entry.predicted_ttft_s
+        if predicted_s is None:
+            predicted_s = sent_at - received_at + entry.sent_prediction_s * self._ratio.value
         self._ratio.note(entry.sent_prediction_s, now - sent_at, now)
-        measured_s = now - progress.call.received_at
-        self._hooks.ttft_predicted(entry.predicted_ttft_s, measured_s)
+        self._hooks.ttft_predicted(predicted_s, now - received_at)
 
     def ended(self, progress: Progress) -> None:
         """The request is over, however; idempotent."""
@@ -276,29 +284,29 @@ class Gate:
 
     def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
         entry, now = self._by_waiting[head], self._clock.now()
-        backlog, enters = None, pool
+        enters = pool
         try:
             decision = self._choose(entry.progress, view)
         except RequestError:
             pass  # no worker is left: who sends it says so
         else:
-            entry.tokens, enters = _uncached(entry.progress, decision), self._pool(decision)
-            backlog = self._backlog(entry, decision, view)
-            if not backlog.has_room:
+            entry.tokens, enters = (
+                _uncached(entry.progress, decision),
+                self._pool(decision.worker.role),
+            )
+            if not self._backlog(entry, decision, view).has_room:
                 return False
         pool.queue.take(head)
         del self._by_waiting[head]
         entry.waiting, entry.pool = None, enters
         pool.margin(head.tenant).note(entry.predicted_wait_s, now - head.queued_at, now)
         pool.drain.note(head.cost, now, is_busy=len(pool.queue) > 0)
-        self._let_go(entry, backlog)
+        self._let_go(entry)
         self._wake(entry, None)
         return True
 
-    def _let_go(self, entry: _Entry, backlog: Backlog | None) -> None:
+    def _let_go(self, entry: _Entry) -> None:
         entry.is_let_go = True
-        if backlog is not None:
-            entry.sent_prediction_s = backlog.worker_s + backlog.work_s
         entry.pool.starting_tokens += entry.tokens
 
     def _count_sent(self, entry: _Entry) -> None:
@@ -311,8 +319,22 @@ class Gate:
     def _choose(self, progress: Progress, view: ClusterView) -> Decision:
         return choose(progress.facts, view, progress.depth, self._policy)
 
-    def _pool(self, decision: Decision) -> _Pool:
-        role = decision.worker.role
+    def _starts_anywhere(self, progress: Progress, wish: Wish, view: ClusterView) -> bool:
+        """Let a request go that starts whoever is chosen: choosing costs more than all the rest."""
+        if self._by_waiting or wish.slo_ttft_s or wish.slo_tpot_s:
+            return False
+        prefill, decode = view.usable("prefill"), view.usable("decode")
+        starting = sum(pool.starting_tokens for pool in self._pools.values())
+        wait_s = longest_backlog_s((*prefill, *decode), starting, self._policy, self._config)
+        if wait_s * self._ratio.value > min(wish.left_s, self._config.worker_backlog_s):
+            return False
+        entry = _Entry(progress, self._pool("prefill"), progress.facts.num_tokens)
+        self._entries[progress.number] = entry
+        self._let_go(entry)
+        self._hooks.admitted(progress.call, Admission(START, "room", 0.0, wait_s))
+        return True
+
+    def _pool(self, role: str) -> _Pool:
         pool = self._pools.get(role)
         if pool is None:
             config = self._config
@@ -332,7 +354,10 @@ class Gate:
         )
 
     def _backlog(self, entry: _Entry, decision: Decision, view: ClusterView) -> Backlog:
-        pool, starting = view.usable(decision.worker.role), self._pool(decision).starting_tokens
+        pool, starting = (
+            view.usable(decision.worker.role),
+            self._pool(decision.worker.role).starting_tokens,
+        )
         policy, config = self._policy, self._config
         backlog = backlog_of(decision.worker, pool, entry.tokens, starting, policy, config)
         if decision.mode != STAY and is_decode_full(view.usable("decode"), config):

@@ -14,7 +14,7 @@ from services.router.api import GenerateCall
 from services.router.gate import Gate
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
-from services.router.policy import PolicyConfig, RequestFacts
+from services.router.policy import PolicyConfig, RequestFacts, choose
 from services.router.request import LogicalRequest
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
@@ -248,6 +248,7 @@ async def test_without_workers_it_is_not_the_gate_that_answers() -> None:
 async def test_predictions_are_compared_with_what_came() -> None:
     rig = Rig()
     progress = rig.progress("r0")
+    progress.decision = choose(progress.facts, rig.view(), {}, PolicyConfig())
     task = await rig.begin(progress)
     progress.marks.sent = rig.clock.now()
     rig.clock.advance(0.3)

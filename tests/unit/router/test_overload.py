@@ -167,6 +167,7 @@ class World:
             await gate.enter(progress)
             sent = progress.marks.sent = self.loop.time()
             decision = choose(facts, self._viewer(books)(), {}, PolicyConfig())
+            progress.decision = decision
             worker = next(w for w in self.workers if w.worker_id == decision.worker.worker_id)
             booking = books.book(decision.worker.worker_id, tokens, 0, sent)
             done = asyncio.Event()
