@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc.aio
 import numpy as np
+import psutil
 
 from services.bench.cancel import percentile
 from services.bench.result import Bar, BenchFailed, BenchResult
@@ -34,10 +35,10 @@ GOODPUT_BAR = 0.9
 REJECT_BAR_MS = 50.0
 TTFT_BAR = 2.0
 ATTEMPTS_BAR = 1.1
-SPEED = "12000:2"  # of every worker: prompt tokens a second, ms a step
+SPEED = "6000:2"  # of every worker: prompt tokens a second, ms a step
 PROMPT_TOKENS = 768  # too long to be computed by a decode worker
 ANSWER_TOKENS = 4
-CLIENTS = 32  # of the closed loop: more than all workers have in hand
+CLIENTS = 16  # of the closed loop: more than all workers have in hand
 CALL_TIMEOUT_S = 30.0
 LIVE_TIMEOUT_S = 60.0
 SETTLE_SHARE = 0.2  # of an arm's time, until queues are as long as they will be
@@ -118,11 +119,21 @@ async def _run(setup: Setup, progress: Progress) -> BenchResult:
                 progress(f"{rate:.0f} requests a second", 0.4)
                 at_capacity = await load.open_loop(rate)
                 progress(f"{setup.factor * rate:.0f} requests a second", 0.7)
+                busy_s = _busy_s(router.child.pid)
                 overloaded = await load.open_loop(rate * setup.factor)
+                busy_s = _busy_s(router.child.pid) - busy_s
             retries = await asyncio.to_thread(router.metric, "isthmus_retries_total")
             if not rig.routers_are_running:
                 raise BenchFailed("the router ended: " + rig.tails())
-        return _result(setup, rate, at_capacity, overloaded, retries)
+        result = _result(setup, rate, at_capacity, overloaded, retries)
+        ms = busy_s / len(overloaded.calls) * 1e3
+        result.figures["router_cpu_ms_per_overload_request"] = round(ms, 3)
+        return result
+
+
+def _busy_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 class _Load:

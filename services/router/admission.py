@@ -155,14 +155,13 @@ def backlog_of(
         starting_tokens: of requests let through whose work no worker has been sent yet.
     """
     rate = _rate(worker, policy)
-    own = worker.load.queued_uncached_tokens + worker.booked.prefill_tokens
-    queued = own + starting_tokens / max(1, len(pool))
-    limit = max(config.worker_backlog_s * rate, config.worker_backlog_tokens)
+    starting = starting_tokens / max(1, len(pool))
+    queued = _queued_tokens(worker) + starting
     return Backlog(
         worker_s=queued / rate,
         work_s=uncached_tokens / rate,
         pool_tok_s=sum(_rate(w, policy) for w in pool) or rate,
-        has_room=queued <= limit,
+        has_room=has_room(worker, starting, policy, config),
     )
 
 
@@ -175,13 +174,20 @@ def longest_backlog_s(
     """Return the longest backlog of all workers; infinite unless every one has room for more."""
     longest_s = 0.0 if workers else inf
     for worker in workers:
-        load, rate = worker.load, _rate(worker, policy)
-        queued = load.queued_uncached_tokens + worker.booked.prefill_tokens + starting_tokens
-        limit = max(config.worker_backlog_s * rate, config.worker_backlog_tokens)
-        if queued > limit or load.waiting > config.max_decode_waiting:
+        is_full = worker.load.waiting > config.max_decode_waiting
+        if is_full or not has_room(worker, starting_tokens, policy, config):
             return inf
-        longest_s = max(longest_s, queued / rate)
+        queued = _queued_tokens(worker) + starting_tokens
+        longest_s = max(longest_s, queued / _rate(worker, policy))
     return longest_s
+
+
+def has_room(
+    worker: WorkerView, starting_tokens: float, policy: PolicyConfig, config: AdmissionConfig
+) -> bool:
+    """Say whether a worker may be sent more before it has worked off what it has."""
+    limit = max(config.worker_backlog_s * _rate(worker, policy), config.worker_backlog_tokens)
+    return _queued_tokens(worker) + starting_tokens <= limit
 
 
 def is_decode_full(pool: Sequence[WorkerView], config: AdmissionConfig) -> bool:
@@ -203,6 +209,10 @@ def least_gaps(
         idle_us = base + slope * need_tokens
         gaps.append(((idle_us + slope * resident) / 1e6, idle_us / 1e6))
     return min(gaps, default=(0.0, 0.0))
+
+
+def _queued_tokens(worker: WorkerView) -> int:
+    return worker.load.queued_uncached_tokens + worker.booked.prefill_tokens
 
 
 def _rate(worker: WorkerView, policy: PolicyConfig) -> float:

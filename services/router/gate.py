@@ -27,6 +27,7 @@ from services.router.admission import (
     admit,
     backlog_of,
     clamp_retry_after,
+    has_room,
     is_decode_full,
     least_gaps,
     longest_backlog_s,
@@ -40,7 +41,7 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.005  # between two looks at the workers while something waits
+LOOK_S = 0.01  # between two looks at the workers while something waits
 _MAX_TENANTS = 1024  # whose waits are remembered
 _ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
 _MESSAGES = {
@@ -73,6 +74,7 @@ class _Entry:
 class _Pool:
     """What waits for the workers of one role; modes that enter by another are not held up."""
 
+    role: str
     queue: FairQueue
     drain: DrainRate = field(default_factory=DrainRate)
     starting_tokens: int = 0  # let go, and no worker has them yet
@@ -193,7 +195,7 @@ class Gate:
         entry = self._entries.pop(progress.number, None)
         if entry is not None:
             self._count_sent(entry)
-        self._start_others()
+            self._start_others()
 
     def close(self) -> None:
         """Wake whoever waits: their requests are ended by someone else."""
@@ -282,7 +284,16 @@ class Gate:
             while (head := pool.queue.head()) is not None and self._try_start(pool, head, view):
                 pass
 
+    def _is_full(self, pool: _Pool, view: ClusterView) -> bool:
+        """Say whether no worker of a pool has room; none at all is not full."""
+        workers = view.usable(pool.role)
+        starting = pool.starting_tokens / max(1, len(workers))
+        policy, config = self._policy, self._config
+        return bool(workers) and not any(has_room(w, starting, policy, config) for w in workers)
+
     def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
+        if self._is_full(pool, view):
+            return False  # known without choosing, which takes ten times as long
         entry, now = self._by_waiting[head], self._clock.now()
         enters = pool
         try:
@@ -338,7 +349,7 @@ class Gate:
         pool = self._pools.get(role)
         if pool is None:
             config = self._config
-            pool = _Pool(FairQueue(config.tenant_weights, config.priority_ageing_s))
+            pool = _Pool(role, FairQueue(config.tenant_weights, config.priority_ageing_s))
             self._pools[role] = pool
         return pool
 
