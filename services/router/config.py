@@ -49,7 +49,8 @@ class RouterConfig:
     poll_s: float = 0.25  # between snapshots of the store
     forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
     max_open_requests: int = 4096
-    max_buffered_outputs: int = 2048  # per request; a client that lags further is cut off
+    max_buffered_outputs: int = 2048  # per choice; a client that lags further is cut off
+    max_buffered_bytes: int = 256 << 10  # the same in memory
     max_reports: int = 1024  # of ended requests, kept to explain them
     max_retries: int = 1  # times a request is sent again after a refusal, before its first token
     retry_ratio: float = 0.1  # such retries over requests, beyond a small reserve

@@ -246,8 +246,12 @@ class Router:
             marks=Marks(received=call.received_at),
         )
         # n choices share the buffer, so each brings its own room.
-        room = self._config.max_buffered_outputs * call.sampling.n
-        request = OpenRequest(progress, OutputBuffer(room, call.sink))
+        n = call.sampling.n
+        room, room_bytes = (
+            self._config.max_buffered_outputs * n,
+            self._config.max_buffered_bytes * n,
+        )
+        request = OpenRequest(progress, OutputBuffer(room, call.sink, room_bytes))
         self._conductor.add(request)
         return request
 

@@ -41,7 +41,7 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.01  # between two looks at the workers while something waits
+LOOK_S = 0.01  # between two looks at the workers while something waits; they have more in hand
 _MAX_TENANTS = 1024  # whose waits are remembered
 _ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
 _MESSAGES = {
@@ -176,7 +176,6 @@ class Gate:
         if decision is not None:
             entry.sent_prediction_s = decision.terms[0].prefill_s
         self._count_sent(entry)
-        self._start_others()
 
     def first_token(self, progress: Progress) -> None:
         """The first token is here: learn from it."""
@@ -195,7 +194,6 @@ class Gate:
         entry = self._entries.pop(progress.number, None)
         if entry is not None:
             self._count_sent(entry)
-            self._start_others()
 
     def close(self) -> None:
         """Wake whoever waits: their requests are ended by someone else."""
@@ -216,7 +214,6 @@ class Gate:
         pool.drain.note(0, self._clock.now(), is_busy=True)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch(), name="admission")
-        self._start_others()
         is_late_first = admission.late_in_s < wish.left_s
         try:
             async with asyncio.timeout(min(admission.late_in_s, wish.left_s)):

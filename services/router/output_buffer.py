@@ -8,16 +8,38 @@ from collections import deque
 from services.common.errors import IsthmusError, RequestError
 from services.router.api import ChoiceDelta, OutputSink, RouterOutput
 
+JOIN_AFTER = 64  # outputs that wait: the client is late anyway, so further ones share a frame
+JOINED_TOKENS = 64  # in such a frame
+
+_OUTPUT_BYTES = 360  # of an output's objects, without what is in them
+_TOKEN_BYTES = 56
+_LOGPROB_BYTES = 400
+_TOP_BYTES = 360  # of each alternative
+
+
+def size_of(output: RouterOutput) -> int:
+    """Estimate the memory of an output that waits; never less than it takes."""
+    if not isinstance(output, ChoiceDelta):
+        return _OUTPUT_BYTES
+    size = _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids) + 4 * len(output.text)
+    for entry in output.logprobs:
+        size += _LOGPROB_BYTES + _TOP_BYTES * len(entry.top)
+    return size
+
 
 class OutputBuffer:
     """Outputs of one request, in order, then an end or an error. Single consumer.
 
-    A client that falls further behind than the bound is cut off: workers never wait for it.
+    A client that falls further behind than the bounds is cut off: workers never wait for it.
     """
 
-    def __init__(self, max_outputs: int, sink: OutputSink | None = None) -> None:
+    def __init__(
+        self, max_outputs: int, sink: OutputSink | None = None, max_bytes: int = 256 << 10
+    ) -> None:
         """`sink` is offered every delta before which nothing waits."""
         self._max_outputs = max_outputs
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
         self._sink = sink
         self._items: deque[RouterOutput] = deque()
         self._error: IsthmusError | None = None
@@ -38,12 +60,30 @@ class OutputBuffer:
             items = _not_taken(items, self._sink)
             if not items:
                 return
+        if len(self._items) >= JOIN_AFTER:
+            items = self._joined(items)
         if len(self._items) + len(items) > self._max_outputs:
             raise RequestError(
                 "slow_reader", f"more than {self._max_outputs} outputs wait for the client"
             )
+        size_bytes = self._size_bytes + sum(size_of(item) for item in items)
+        if size_bytes > self._max_bytes and self._items:
+            raise RequestError(
+                "slow_reader", f"more than {self._max_bytes} bytes wait for the client"
+            )
+        self._size_bytes = size_bytes
         self._items.extend(items)
         self._ready.set()
+
+    def _joined(self, items: list[RouterOutput]) -> list[RouterOutput]:
+        """Put the start of `items` into the last output as far as it goes; return the others."""
+        for at, item in enumerate(items):
+            joined = _join(self._items[-1], item)
+            if joined is None:
+                return items[at:]
+            self._size_bytes += size_of(joined) - size_of(self._items[-1])
+            self._items[-1] = joined
+        return []
 
     def fail(self, error: IsthmusError) -> None:
         """End with an error; outputs already here are delivered first. The first error stays."""
@@ -54,6 +94,7 @@ class OutputBuffer:
     def drop(self) -> None:
         """Forget what was not delivered."""
         self._items.clear()
+        self._size_bytes = 0
 
     async def get(self) -> RouterOutput:
         """Return the next output, or raise the error once nothing is left."""
@@ -62,7 +103,9 @@ class OutputBuffer:
                 raise self._error
             self._ready.clear()
             await self._ready.wait()
-        return self._items.popleft()
+        item = self._items.popleft()
+        self._size_bytes -= size_of(item)
+        return item
 
 
 def _not_taken(items: list[RouterOutput], sink: OutputSink) -> list[RouterOutput]:
@@ -71,3 +114,15 @@ def _not_taken(items: list[RouterOutput], sink: OutputSink) -> list[RouterOutput
         if not (isinstance(item, ChoiceDelta) and sink.push(item)):
             return items[index:]
     return []
+
+
+def _join(last: RouterOutput, more: RouterOutput) -> ChoiceDelta | None:
+    """Return one output in place of two of the same choice; None where it must be two."""
+    if not (isinstance(last, ChoiceDelta) and isinstance(more, ChoiceDelta)):
+        return None
+    if last.choice != more.choice or last.logprobs or more.logprobs:
+        return None
+    token_ids = last.token_ids + more.token_ids
+    if len(token_ids) > JOINED_TOKENS:
+        return None
+    return ChoiceDelta(last.choice, last.first_index, token_ids, last.text + more.text)
