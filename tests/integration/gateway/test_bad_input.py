@@ -21,6 +21,7 @@ pytestmark = pytest.mark.integration
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "Hi"}]
+AT_ONCE_S = 5.0  # mostly 5 ms; the machine may be busy, and a hang lasts longer than this
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ async def refused(doors: Doors, path: str, body: Any, status: int = 400) -> dict
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     started = time.monotonic()
     answer = await doors.http.post(path, content=content)
-    assert time.monotonic() - started < 0.5  # the machine may be busy; mostly it takes 5 ms
+    assert time.monotonic() - started < AT_ONCE_S
     assert answer.status_code == status, answer.text[:500]
     error: dict[str, Any] = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -80,7 +81,7 @@ async def test_wrong_max_tokens(doors: Doors, name: str, value: Any) -> None:
     """RB-071 and RB-072: an error at once, never a hang."""
     started = time.monotonic()
     error = await refused(doors, CHAT, chat(**{name: value}))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < AT_ONCE_S
     assert error["param"] == name
     assert name in error["message"]
     fits = "context_length_exceeded" if value == 10_000 else "invalid_argument"
