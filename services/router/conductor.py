@@ -390,7 +390,7 @@ class Conductor:
         leg.ticket, leg.generated = message.ticket, message.generated
         progress = request.progress
         progress.attempt += 1
-        # A prefill worker goes on itself: else two of them could pass a request to and fro.
+        # A prefill worker goes on itself: else two of them could pass a request back and forth.
         if not self._sender.pass_on(progress, leg) and not self._sender.stay(progress, leg):
             self._replace(request)
 
