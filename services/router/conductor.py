@@ -177,6 +177,8 @@ class Conductor:
             self._hooks.hint_checked(check.error_tokens)
         self._cluster.desk.ended(progress.number, check.lies if check is not None else ())
         request.stop_timers()
+        if request.when_settled is not None:
+            request.when_settled()
         del self._open[progress.number]
         if not self._open:
             self._idle.set()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
@@ -262,9 +263,10 @@ class Router:
         # What this router knows of prefixes is enough to guess at; the store reserves, so it is
         # asked for those only that start now.
         progress.depth = desk.local_depth(progress.hashes)
+        request.when_settled = partial(self._gate.leave, progress)
         await self._gate.enter(progress)
         if request.is_settled:
-            return  # its deadline passed, or the router stops
+            return  # an operator ended it, its deadline passed, or the router stops
         route = await desk.route(progress.facts, progress.hashes, progress.number)
         if request.is_settled:
             desk.ended(progress.number)

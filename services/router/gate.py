@@ -168,6 +168,12 @@ class Gate:
         else:
             await self._wait(entry, waiting, admission, wish)
 
+    def leave(self, progress: Progress) -> None:
+        """The request was ended by someone else: `enter` returns at once if it waits here."""
+        entry = self._entries.get(progress.number)
+        if entry is not None and entry.waiting is not None:
+            self._wake(entry, None)
+
     def sent(self, progress: Progress) -> None:
         """A worker has been sent the request: from now on its bookings count."""
         entry, decision = self._entries.get(progress.number), progress.decision

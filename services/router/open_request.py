@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.router.legs import Progress
@@ -19,6 +20,7 @@ class OpenRequest:
     report_timer: asyncio.TimerHandle | None = None  # every choice is over, a report is not here
     hedge_timer: asyncio.TimerHandle | None = None  # its prefill may turn out slow
     wait_until: float | None = None  # it waits for a worker, no longer than this
+    when_settled: Callable[[], None] | None = None  # wakes its task where that waits its turn
     is_settled: bool = False  # nothing of it is open at any worker, nothing is booked
 
     def stop_timers(self) -> None:
