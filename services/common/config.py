@@ -99,7 +99,11 @@ class RouterSettings(Section):
         1_000, "gRPC streams of one client connection", unit="streams", gt=0
     )
     max_requests: int = setting(
-        4_096, "requests open at once; more are refused as overloaded", unit="requests", gt=0
+        4_096,
+        "requests under way at once, besides those that wait to be admitted; more are refused as "
+        "overloaded",
+        unit="requests",
+        gt=0,
     )
     max_losses: int = setting(
         5,

@@ -48,7 +48,7 @@ class RouterConfig:
     force_mode: str | None = None  # "REMOTE" | "LOCAL" | "STAY", for every request
     poll_s: float = 0.25  # between snapshots of the store
     forget_s: float = 5.0  # a worker out of the store whose Link is down this long is dropped
-    max_open_requests: int = 4096
+    max_open_requests: int = 4096  # besides those that wait to be admitted
     max_buffered_outputs: int = 2048  # per choice; a client that lags further is cut off
     max_buffered_bytes: int = 256 << 10  # the same in memory
     max_reports: int = 1024  # of ended requests, kept to explain them

@@ -217,10 +217,12 @@ class Router:
         _check_mode(call.force_mode)
         if self._is_draining:
             raise RequestError("draining", "the router is shutting down")
-        if self._conductor.num_open >= self._config.max_open_requests:
+        # What waits in the gate has bounds there, where a flood makes room for other tenants.
+        num_under_way = self._conductor.num_open - self._gate.num_queued
+        if num_under_way >= self._config.max_open_requests:
             raise RequestError(
                 "overloaded",
-                f"{self._config.max_open_requests} requests are open in this router",
+                f"{self._config.max_open_requests} requests are under way in this router",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         if call.deadline <= self._clock.now():
