@@ -37,6 +37,9 @@ from services.router.policy import (
     lay_out,
 )
 from services.router.view import ClusterView, WorkerView
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 MAX_BATCH = 16  # decisions of one call: it holds the store for half a millisecond
 LOCAL_FIELDS = 65_536  # prefixes remembered for local mode
@@ -174,8 +177,12 @@ class RouteDesk:
                     await self._wake.wait()
             self._wake.clear()
             await asyncio.sleep(GATHER_ENDS_S)
-            await self._release()
-            await self._hold()
+            try:
+                await self._release()
+                await self._hold()
+            except Exception:
+                # The outermost loop: a fault here must not end reservations' upkeep for ever.
+                log.exception("router.reservations_fault")
 
     async def close(self) -> None:
         """Release what has ended, once, and let go of calls under way."""

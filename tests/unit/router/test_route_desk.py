@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from services.common.clock import ManualClock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
@@ -187,3 +189,28 @@ async def test_a_pool_the_store_has_lost_is_used_all_the_same() -> None:
     desk = replicas.desks[0]
     assert await desk.route(RequestFacts("r", 10, 10), (), 1) is None
     assert desk.choose(RequestFacts("r", 10, 10), {}, frozenset()).mode == REMOTE
+
+
+async def test_a_fault_does_not_end_the_upkeep_of_reservations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = Replicas()
+    desk, release = replicas.desks[0], replicas.reader.release
+    faults: list[Sequence[tuple[str, bytes]]] = []
+
+    async def fail_once(ends: Sequence[tuple[str, bytes]]) -> None:
+        if not faults:
+            faults.append(ends)
+            raise ValueError("nobody expected this")
+        await release(ends)
+
+    monkeypatch.setattr(replicas.reader, "release", fail_once)
+    keeper = asyncio.create_task(desk.keep())
+    for number in (1, 2):
+        await replicas.route(number)
+        desk.ended(number)
+        await eventually(lambda: not desk._ends)
+    await eventually(lambda: replicas.reader.released == ["1.2"])
+    assert len(faults) == 1
+    keeper.cancel()
+    await asyncio.gather(keeper, return_exceptions=True)
