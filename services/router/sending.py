@@ -58,26 +58,27 @@ class Sender:
 
     def pass_on(self, progress: Progress, source: Leg, reserved: Decision | None = None) -> bool:
         """Pass a ticket to a decode worker, the reserved one first; False when none can take it."""
+        excluded = set(progress.failed)
+        if source.generated:
+            excluded.add(source.worker_id)  # it offers, so it should not go on there
         while True:
             view = self._cluster.view()
             prefill, decision = view.find(source.worker_id), None
-            excluded = set(progress.failed)
-            if source.generated:
-                excluded.add(source.worker_id)  # it offers, so it should not go on there
             if reserved is not None and reserved.worker.worker_id not in excluded:
                 decision = reserved
             elif prefill is not None:
                 decision = self._choose_decode(progress, prefill, excluded)
-            worker = view.find(decision.worker.worker_id) if decision is not None else None
-            if decision is None or worker is None:
+            if decision is None:
                 return False
-            if self._send(progress, CONTINUE, worker, source=source):
+            worker = view.find(decision.worker.worker_id)
+            if worker is not None and self._send(progress, CONTINUE, worker, source=source):
                 progress.choices.append(decision)
                 self._cluster.pairs.sent((source.worker_id, worker.worker_id), self._clock.now())
                 if not source.generated:
                     progress.marks.continued = self._clock.now()
                 return True
-            progress.failed.add(worker.worker_id)
+            # It is gone, its Link is down or full: not now, which is no refusal of its own.
+            excluded.add(decision.worker.worker_id)
 
     def _choose_decode(
         self, progress: Progress, prefill: WorkerView, excluded: set[WorkerId]
