@@ -66,7 +66,6 @@ class _Entry:
     turn: asyncio.Future[None] | None = None
     waiting: Waiting | None = None  # its place in the queue
     is_let_go: bool = False
-    sent_prediction_s: float = 0.0  # from then to the first token, before it is corrected
     is_sent: bool = False
 
 
@@ -175,24 +174,26 @@ class Gate:
             self._wake(entry, None)
 
     def sent(self, progress: Progress) -> None:
-        """A worker has been sent the request: from now on its bookings count."""
-        entry, decision = self._entries.get(progress.number), progress.decision
-        if entry is None:
-            return
-        if decision is not None:
-            entry.sent_prediction_s = decision.terms[0].prefill_s
-        self._count_sent(entry)
+        """It is out of our hands: a worker's bookings count it, or it waits for one elsewhere."""
+        entry = self._entries.get(progress.number)
+        if entry is not None:
+            self._count_sent(entry)
 
     def first_token(self, progress: Progress) -> None:
         """The first token is here: learn from it."""
         entry, now = self._entries.get(progress.number), self._clock.now()
-        sent_at = progress.marks.sent
-        if entry is None or sent_at is None or progress.num_retries or progress.num_losses:
+        sent_at, decision = progress.marks.sent, progress.decision
+        if entry is None or sent_at is None or decision is None:
+            return
+        if progress.num_retries or progress.num_losses:
             return  # after a retry the time says nothing of the worker it was predicted for
+        # Of the decision it was sent by, which may have come long after it was let go.
+        sent_prediction_s = decision.terms[0].prefill_s
         received_at, predicted_s = progress.call.received_at, entry.predicted_ttft_s
         if predicted_s is None:
-            predicted_s = sent_at - received_at + entry.sent_prediction_s * self._ratio.value
-        self._ratio.note(entry.sent_prediction_s, now - sent_at, now)
+            predicted_s = sent_at - received_at + sent_prediction_s * self._ratio.value
+        if sent_prediction_s > 0:
+            self._ratio.note(sent_prediction_s, now - sent_at, now)
         self._hooks.ttft_predicted(predicted_s, now - received_at)
 
     def ended(self, progress: Progress) -> None:

@@ -271,3 +271,32 @@ async def test_closing_wakes_whoever_waits() -> None:
     assert (await error_of(task)).spec.code == "draining"
     assert rig.gate.num_queued == 0
     rig.gate.check_integrity()
+
+
+async def test_what_waited_to_be_sent_is_measured_by_the_decision_it_was_sent_by() -> None:
+    rig = Rig()
+    progress = rig.progress("r0")
+    task = await rig.begin(progress)  # nobody could be sent it yet
+    rig.clock.advance(3.0)
+    progress.decision = choose(progress.facts, rig.view(), {}, PolicyConfig())
+    progress.marks.sent = rig.clock.now()
+    rig.clock.advance(0.1)
+    rig.gate.first_token(progress)
+    assert rig.gate.ttft_ratio == pytest.approx(1.0)
+    (prediction,) = rig.heard.predictions
+    assert prediction == pytest.approx((3.1, 3.1))
+    await leave([task])
+
+
+async def test_a_prediction_of_nothing_teaches_nothing() -> None:
+    rig = Rig()
+    progress = rig.progress("r0")
+    decision = choose(progress.facts, rig.view(), {}, PolicyConfig())
+    terms = (replace(decision.terms[0], prefill_s=0.0),)
+    progress.decision = replace(decision, terms=terms)
+    task = await rig.begin(progress)
+    progress.marks.sent = rig.clock.now()
+    rig.clock.advance(0.3)
+    rig.gate.first_token(progress)
+    assert rig.gate.ttft_ratio == 1.0
+    await leave([task])
