@@ -62,7 +62,8 @@ class Reservations:
     def reserve(
         self, rid: str, owner: Owner, prefill_tokens: int, resident_tokens: int, now_ms: float
     ) -> None:
-        """Book work that is being sent."""
+        """Book work that is being sent; what the id held ends."""
+        self.release(rid)
         slot, gen = owner
         account = self._accounts.get(slot)
         if account is None or account.gen != gen:

@@ -43,7 +43,10 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', base .. 'rz', '-inf', now, '
   redis.call('ZREM', base .. 'rz', member)
   if #member > 4 then
     local slot, gen = struct.unpack('<HH', member)
-    redis.call('DEL', base .. 'r:' .. member:sub(5))
+    local key = base .. 'r:' .. member:sub(5)
+    local held = redis.call('GET', key)
+    -- The id may be another reservation's by now.
+    if held and held:sub(1, 4) == member:sub(1, 4) then redis.call('DEL', key) end
     local packed = redis.call('HGET', base .. 'q', slot)
     if packed and #packed == 40 and struct.unpack('<H', packed) == gen then
       local b = read_booked(packed, gen)
@@ -387,18 +390,44 @@ local function pack_option(ask, o)
     r.resident)
 end
 
+-- What an id held ends when the id is reserved again: a request that is begun anew counts once.
+local function end_held(rid)
+  local held = redis.call('GET', base .. 'r:' .. rid)
+  if not held or #held ~= 16 then return end
+  local slot, gen, epoch, pf, res = struct.unpack('<HHIII', held)
+  local row, b = by_slot[slot], nil
+  if row and row.gen == gen then
+    b = row.booked
+  else
+    local packed = redis.call('HGET', base .. 'q', slot)
+    if packed and #packed == 40 and packed:sub(1, 2) == held:sub(3, 4) then
+      b = read_booked(packed, gen)
+    end
+  end
+  local num_ended = redis.call('ZREM', base .. 'rz', held:sub(1, 4) .. rid)
+  if not b then return end
+  b.in_flight = math.max(0, b.in_flight - num_ended)
+  if epoch == b.epoch then
+    b.pf, b.res = math.max(0, b.pf - pf), math.max(0, b.res - res)
+  elseif epoch == b.epoch - 1 then
+    b.old_pf, b.old_res = math.max(0, b.old_pf - pf), math.max(0, b.old_res - res)
+  end
+  write_booked(slot, b)
+end
 local function reserve(ask, rid, o)
+  end_held(rid)
   local row, b = o.row, o.row.booked
   local pf = o.kind == DECODE and 0 or math.ceil(row.uncached)
   local res = o.kind == REMOTE and 0 or ask.need
-  b.in_flight = math.min(65535, b.in_flight + 1)
-  b.pf, b.res = math.min(4294967295, b.pf + pf), math.min(4294967295, b.res + res)
-  b.newest = now
-  write_booked(row.slot, b)
   local head = struct.pack('<HH', row.slot, row.gen)
   redis.call('SET', base .. 'r:' .. rid, head .. struct.pack('<III', b.epoch, pf, res), 'PX',
     reserve_ms)
-  redis.call('ZADD', base .. 'rz', now + reserve_ms, head .. rid)
+  -- `r:` may have run out before the sweep got as far: then it is counted still, and not twice.
+  local num_new = redis.call('ZADD', base .. 'rz', now + reserve_ms, head .. rid)
+  b.in_flight = math.min(65535, b.in_flight + num_new)
+  b.pf, b.res = math.min(4294967295, b.pf + pf), math.min(4294967295, b.res + res)
+  b.newest = now
+  write_booked(row.slot, b)
 end
 -- The chosen worker will hold this prompt once its prefill is over: let others know by then.
 local function speculate(o, confirmed, canon, field_at)

@@ -133,7 +133,11 @@ def compare_views(pair: Both, rng: random.Random, num_views: int, num_workers: i
             displacement=rng.choice((0.0, 1.0)), link_token_s=rng.choice((0.0, 1e-6)),
             hold=rng.choice((0.0, 0.25)), tie_ratio=rng.choice((0.0, 0.1)),
         )  # fmt: skip
-        asks = [random_ask(rng, f"v{view}-{i}", slots) for i in range(rng.choice((1, 1, 4)))]
+        # A few ids come again and again: held still, released, run out and swept, or not yet swept.
+        asks = [
+            random_ask(rng, rng.choice((f"v{view}-{i}", f"again{rng.randrange(4)}")), slots)
+            for i in range(rng.choice((1, 1, 4)))
+        ]
         pair.route(weights, candidates, pairs, asks)
         rids += [ask.rid for ask in asks if ask.rid]
         for rid in rng.sample(rids, min(len(rids), rng.randrange(3))):
@@ -143,7 +147,7 @@ def compare_views(pair: Both, rng: random.Random, num_views: int, num_workers: i
                 lies = rng.choice((b"", pack_fields(rng.choice(CHAINS)[5:9])))
                 pair.release(rid, lies)
         assert pair.num_hints() == pair.twin.num_hints()
-        assert pair.num_reservations() == len(pair.twin.reservations)
+        pair.compare_bookings()
 
 
 @pytest.mark.parametrize("seed", range(max(1, NUM_VIEWS // VIEWS_PER_SEED)))
@@ -156,3 +160,62 @@ def test_script_and_twin_choose_alike_on_random_views(
     num_workers = 80 if seed % 10 == 9 else rng.randrange(2, 14)
     with both(shared_store.url, f"route{seed}") as pair:
         compare_views(pair, rng, VIEWS_PER_SEED, num_workers)
+
+
+def reserve_at(pair: Both, rid: str, name: str) -> None:
+    """Reserve one of the decode workers that have joined."""
+    slots = {held: slot for held, (slot, _, _) in pair.held.items()}
+    others = frozenset(slot for held, slot in slots.items() if held != name)
+    candidates = [
+        Candidate(slot, gen, is_prefill=False, seed=1) for slot, gen, _ in pair.held.values()
+    ]
+    ask = Ask(64, 8, 72, force=DECODE, excluded=others)
+    (verdict,) = pair.route(Weights(), candidates, {}, [RouteAsk(ask, rid=rid)])
+    assert verdict is not None
+    assert verdict.chosen.slot == slots[name]
+
+
+def in_flight(pair: Both) -> dict[str, float]:
+    """Count what the store has open at each worker."""
+    booked = pair.booked()
+    return {name: booked[slot][1] for name, (slot, _, _) in pair.held.items() if slot in booked}
+
+
+def test_an_id_reserved_again_counts_once(shared_store: EmbeddedStore) -> None:
+    """A request begun anew: what its first attempt held ends, at the same worker or another."""
+    with both(shared_store.url, "again") as pair:
+        for name in ("d0", "d1"):
+            pair.join(name, 1, LoadReport(), False)
+        for name, expected in (
+            ("d0", {"d0": 1}),
+            ("d0", {"d0": 1}),
+            ("d1", {"d0": 0, "d1": 1}),
+        ):
+            reserve_at(pair, "r", name)
+            assert in_flight(pair) == expected
+            pair.compare_bookings()
+        pair.release("r")
+        assert in_flight(pair) == {"d0": 0, "d1": 0}
+        pair.compare_bookings()
+
+
+def test_an_id_whose_key_ran_out_before_the_sweep_counts_once(shared_store: EmbeddedStore) -> None:
+    """The store drops the key by itself; the sweep, a few a call, may come to it much later."""
+    with both(shared_store.url, "late") as pair:
+        for name in ("d0", "d1"):
+            pair.join(name, 1, LoadReport(), False)
+        key = f"{pair.calls.keys.prefix}r:r"
+        reserve_at(pair, "r", "d0")
+        pair.client.delete(key)
+        reserve_at(pair, "r", "d0")
+        assert in_flight(pair) == {"d0": 1}
+        pair.client.delete(key)
+        pair.now_ms += 1000
+        reserve_at(pair, "r", "d1")
+        assert in_flight(pair) == {"d0": 1, "d1": 1}
+        pair.now_ms += pair.calls.reserve_ms - 1000
+        pair.route(Weights(), [], {}, [RouteAsk(Ask(1, 1, 1))])  # sweeps d0's
+        assert in_flight(pair) == {"d0": 0, "d1": 1}
+        pair.release("r")
+        assert in_flight(pair) == {"d0": 0, "d1": 0}
+        assert not pair.client.exists(key)

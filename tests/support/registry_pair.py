@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -146,9 +147,33 @@ class Both:
         self.run(self.calls.hold([rid], self.now_ms))
         self.twin.reservations.hold(rid, self.now_ms)
 
-    def num_reservations(self) -> int:
-        """Count the reservations the store has an end for."""
-        return self.client.zcard(f"{self.calls.keys.prefix}rz")
+    def booked(self) -> dict[int, tuple[float, ...]]:
+        """Read the store's account of each slot: its generation, its open reservations, ..."""
+        accounts: dict[int, tuple[float, ...]] = {}
+        for slot, packed in self.client.hgetall(f"{self.calls.keys.prefix}q").items():
+            assert isinstance(packed, bytes)
+            accounts[int(slot)] = struct.unpack("<HHIIIIIdd", packed)
+        return accounts
+
+    def compare_bookings(self) -> None:
+        """Hold what is booked of every slot, and what holds it, to be the same on both sides."""
+        prefix, twin = self.calls.keys.prefix, self.twin.reservations
+        assert self.booked() == {
+            slot: (
+                a.gen, a.in_flight, a.epoch, a.prefill, a.resident, a.old_prefill, a.old_resident,
+                a.began_ms, a.newest_ms,
+            )
+            for slot, a in twin._accounts.items()
+        }  # fmt: skip
+        members = [
+            (struct.pack("<HH", *held.owner) + rid.encode(), held.expiry_ms)
+            for rid, held in twin._held.items()
+        ]
+        assert self.client.zcard(f"{prefix}rz") == len(members)
+        for member, expiry_ms in members:
+            assert self.client.zscore(f"{prefix}rz", member) == expiry_ms
+        keys = {f"{prefix}r:{rid}".encode() for rid in twin._held}
+        assert set(self.client.keys(f"{prefix}r:*")) == keys
 
     def num_hints(self) -> int:
         """Count the hashes the store has owners for."""
