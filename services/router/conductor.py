@@ -446,6 +446,9 @@ class Conductor:
         leg.is_handed_off = True
         if leg.kind == PREFILL:
             request.progress.note_prefix(leg.worker_id)
+            check = check_progress(request.progress)
+            lies = check.lies if check is not None else ()
+            self._cluster.desk.handed_off(request.progress.number, lies)
         self._sender.close(leg)
         self._end_if_over(request)
 

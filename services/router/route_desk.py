@@ -162,12 +162,14 @@ class RouteDesk:
 
     # -- reservations ------------------------------------------------------------------------
 
+    def handed_off(self, number: int, lies: Sequence[BlockHash] = ()) -> None:
+        """Release what was reserved for a prefill; `lies` are hints its worker did not honour."""
+        self._give_back(self._rid(number), pack_fields(lies))
+
     def ended(self, number: int, lies: Sequence[BlockHash] = ()) -> None:
-        """Release what a request had reserved; `lies` are hints its worker did not honour."""
-        rid = self._rid(number)
-        for name, fields in ((rid, pack_fields(lies)), (rid + "d", b"")):
-            if self._open.pop(name, None) is not None:
-                self._end(name, fields)
+        """Release all a request still has reserved."""
+        self.handed_off(number, lies)
+        self._give_back(self._rid(number) + "d", b"")
 
     async def keep(self) -> None:
         """Release and hold reservations until cancelled."""
@@ -233,8 +235,8 @@ class RouteDesk:
             for waiting, answer in zip(batch, answers, strict=True):
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
-                elif self._open.pop(waiting.rid, None) is not None:
-                    self._end(waiting.rid, b"")  # its client has gone meanwhile
+                else:
+                    self._give_back(waiting.rid, b"")  # its client has gone meanwhile
 
     async def _ask_store(self, batch: Sequence[_Waiting]) -> Sequence[Decision | None]:
         view, links = self._around.view(), self._around.links()
@@ -275,6 +277,10 @@ class RouteDesk:
             return None
         self._open[waiting.rid] = self._clock.now()
         return decision_of(verdict, arena, waiting.facts, is_local=False)
+
+    def _give_back(self, rid: str, lies: bytes) -> None:
+        if self._open.pop(rid, None) is not None:
+            self._end(rid, lies)
 
     def _end(self, rid: str, lies: bytes) -> None:
         if len(self._ends) < MAX_ENDS:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
+import redis
 
 from services.common.errors import RequestError
 from services.pb import common_pb2
+from services.registry.reader import ReaderConfig
 from services.router.api import ChoiceDelta
 from services.router.config import RouterConfig
-from tests.support.cluster import Cluster, eventually, make_call, reference, running_cluster
+from tests.support.cluster import NS, Cluster, eventually, make_call, reference, running_cluster
 from tests.support.fake_worker import FakeWorker, Job, decode, run_job
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
@@ -57,6 +60,31 @@ async def test_remote_runs_on_both_and_adds_up(store_url: str) -> None:
         assert {cluster[w].jobs[0].work.request_id for w in ("p0", "d0")} == {call.request_id}
         assert cluster["p0"].cancels == cluster["d0"].cancels == []
         cluster.assert_clean()
+
+
+async def test_the_store_hears_of_the_handoff_not_only_of_the_end(store_url: str) -> None:
+    """A prefill worker whose part is done has nothing coming, however long decode takes."""
+    may_decode = asyncio.Event()
+
+    async def when_told(worker: FakeWorker, job: Job) -> None:
+        await may_decode.wait()
+        await run_job(worker, job)
+
+    workers, patient = [prefill(), decoder(script=when_told)], ReaderConfig(5.0, 5.0)
+    async with running_cluster(store_url, workers, reader_config=patient) as cluster:
+        with closing(redis.Redis.from_url(store_url)) as client:
+            call = make_call()
+            task = asyncio.create_task(cluster.ask(call))
+            await eventually(lambda: cluster["d0"].jobs)
+
+            def held() -> list[bytes | str]:
+                return [key[-1:] for key in client.keys(f"isthmus:{{{NS}}}:r:*")]
+
+            await eventually(lambda: held() == [b"d"])  # so ends the name of the decode worker's
+            may_decode.set()
+            assert (await task).tokens() == reference(call)
+            await eventually(lambda: held() == [])
+            cluster.assert_clean()
 
 
 @pytest.mark.parametrize(("late_s", "chunks"), [(0.02, 3), (60.0, 0)])

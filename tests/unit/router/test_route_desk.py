@@ -145,6 +145,22 @@ async def test_what_ended_is_released_and_lies_are_withdrawn() -> None:
     await asyncio.gather(keeper, return_exceptions=True)
 
 
+async def test_a_handoff_ends_the_prefill_reservation_alone_and_withdraws_lies() -> None:
+    replicas = Replicas()
+    desk, chain = replicas.desks[0], make_chain(1, 64)
+    worker = await replicas.route(1, chain)
+    source = next(w for w in replicas.around.workers if w.worker_id == worker)
+    assert await desk.take_over(RequestFacts("r1", 1024, 64), source, 1, frozenset()) is not None
+    desk.handed_off(1, chain[3::4])
+    await desk._release()
+    assert replicas.reader.released == ["1.1"]
+    assert len(replicas.reader.twin.speculation) == 0
+    desk.ended(1)
+    await desk._release()
+    assert replicas.reader.released == ["1.1", "1.1d"]
+    assert replicas.open_reservations == 0
+
+
 async def test_a_client_that_left_before_the_answer_holds_nothing() -> None:
     replicas = Replicas()
     task = asyncio.create_task(replicas.route(1))
