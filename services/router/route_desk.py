@@ -276,6 +276,7 @@ class RouteDesk:
             self._end(waiting.rid, b"")
             return None
         self._open[waiting.rid] = self._clock.now()
+        self._ends.pop(waiting.rid, None)  # of a call before, whose answer was lost
         return decision_of(verdict, arena, waiting.facts, is_local=False)
 
     def _give_back(self, rid: str, lies: bytes) -> None:

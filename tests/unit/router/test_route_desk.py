@@ -128,6 +128,20 @@ async def test_a_failing_store_is_noted_and_may_have_reserved() -> None:
     assert replicas.reader.released == ["1.1"]
 
 
+async def test_a_release_still_to_be_sent_does_not_end_the_next_reservation() -> None:
+    replicas = Replicas()
+    desk, source = replicas.desks[0], replicas.around.workers[0]
+    facts = RequestFacts("r", 10, 10)
+    replicas.reader.is_down = True
+    assert await desk.take_over(facts, source, 1, frozenset()) is None
+    replicas.reader.is_down = False
+    assert await desk.take_over(facts, source, 1, frozenset()) is not None
+    await desk._release()
+    assert replicas.open_reservations == 1
+    await desk.close()
+    assert replicas.open_reservations == 0
+
+
 async def test_what_ended_is_released_and_lies_are_withdrawn() -> None:
     replicas = Replicas()
     chain, keeper = make_chain(1, 64), asyncio.create_task(replicas.desks[0].keep())
