@@ -17,6 +17,7 @@ _MIN_BYTES = 32
 _MAX_BYTES = 4096
 _TAG = b"isthmus-tenant/1\0"
 _SHARED = b"isthmus-shared/1\0"
+_BUDGET = b"isthmus-budget/1\0"
 
 
 class Namespaces:
@@ -34,7 +35,13 @@ class Namespaces:
         """Give a tenant's name; the nameless tenant, when nobody is told apart, has none."""
         if not tenant:
             return ""
-        message = _SHARED if tenant in self._shared else _TAG + tenant.encode()
+        return self._keyed(_SHARED if tenant in self._shared else _TAG + tenant.encode())
+
+    def budget(self, tenant: str) -> str:
+        """Give the name of a tenant's own budget, whoever it shares prefixes with."""
+        return self._keyed(_BUDGET + tenant.encode()) if tenant else "-"
+
+    def _keyed(self, message: bytes) -> str:
         return hmac.new(self._secret.reveal(), message, hashlib.sha256).hexdigest()[:32]
 
 

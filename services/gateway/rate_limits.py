@@ -185,7 +185,7 @@ class RateLimits:
         claims = self._limiter.claims(_MAX_CLAIMS, self._clock.now())
         if not claims:
             return
-        named = [(self._namespaces.of(claim.tenant) or "-", claim) for claim in claims]
+        named = [(self._namespaces.budget(claim.tenant), claim) for claim in claims]
         try:
             answers = await store.share(named)
         except BaseException as error:

@@ -26,7 +26,8 @@ from tests.support.store import running_store
 
 pytestmark = pytest.mark.integration
 
-NAMES = Namespaces(Secret(b"s" * 32))
+SECRET = Secret(b"s" * 32)
+NAMES = Namespaces(SECRET)
 TENANTS = """
 default: {requests_per_s: 0.001, request_burst: 20, tokens_per_min: 6000, max_streams: 6}
 tenants:
@@ -73,7 +74,13 @@ def test_an_answer_that_is_none_counts_as_none(answer: object) -> None:
 class Routers:
     """Two routers of one cluster."""
 
-    def __init__(self, store: EmbeddedStore, tenants: Path, namespace: str) -> None:
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        tenants: Path,
+        namespace: str,
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
         clock, address = SystemClock(), StoreAddress(store.url)
         self.readers = [RedisRegistryReader(address, namespace, clock) for _ in range(2)]
         self.stores = [
@@ -81,7 +88,8 @@ class Routers:
             for i, reader in enumerate(self.readers)
         ]
         self.clock = ManualClock()
-        self.limits = [RateLimits(tenants, NAMES, self.clock) for _ in range(2)]
+        names = Namespaces(SECRET, shared)
+        self.limits = [RateLimits(tenants, names, self.clock) for _ in range(2)]
 
     async def share(self) -> None:
         for limits, store in zip(self.limits, self.stores, strict=True):
@@ -91,12 +99,12 @@ class Routers:
         for reader in self.readers:
             await reader.close()
 
-    def let_in(self, router: int, count: int) -> int:
+    def let_in(self, router: int, count: int, tenant: str = "acme") -> int:
         """Requests of one tenant that a router lets in at once."""
         passed = 0
         for _ in range(count):
             try:
-                with self.limits[router].admitted("acme"):
+                with self.limits[router].admitted(tenant):
                     passed += 1
             except RateLimited:
                 continue
@@ -176,6 +184,20 @@ async def test_without_a_store_each_router_goes_on_alone(
     assert refused == 15
 
 
+async def test_tenants_that_share_prefixes_do_not_share_a_budget(
+    store: EmbeddedStore, tenants_file: Path
+) -> None:
+    routers = Routers(store, tenants_file, "prefixes", frozenset({"acme", "other"}))
+    try:
+        assert routers.let_in(0, 20) == 20  # all that acme has
+        await routers.share()
+        assert routers.let_in(1, 1, "other") == 1
+        await routers.share()
+        assert routers.let_in(1, 100, "other") == 19
+    finally:
+        await routers.close()
+
+
 async def test_the_store_learns_no_tenant(store: EmbeddedStore, tenants_file: Path) -> None:
     """RB-040: names in the store tell nobody who asked."""
     routers = Routers(store, tenants_file, "hidden")
@@ -184,6 +206,6 @@ async def test_the_store_learns_no_tenant(store: EmbeddedStore, tenants_file: Pa
         await routers.share()
         with closing(redis.Redis.from_url(store.url)) as client:
             keys = [key.decode() for key in client.scan_iter(match="isthmus:{hidden}:lim:*")]
-        assert keys == [f"isthmus:{{hidden}}:lim:{NAMES.of('acme')}"]
+        assert keys == [f"isthmus:{{hidden}}:lim:{NAMES.budget('acme')}"]
     finally:
         await routers.close()

@@ -46,6 +46,16 @@ def test_only_tenants_of_the_opt_in_list_share() -> None:
     assert Namespaces(SECRET).of("a") != names.of("a")
 
 
+def test_a_budget_is_of_one_tenant_whoever_shares_its_prefixes() -> None:
+    names = Namespaces(SECRET, frozenset({"a", "b"}))
+    budgets = [names.budget(tenant) for tenant in ("a", "b", "c", "")]
+    assert len({*budgets, names.of("a"), names.of("c")}) == 6
+    assert names.budget("a") == Namespaces(SECRET).budget("a")
+    assert names.budget("a") != Namespaces(Secret(b"t" * 32)).budget("a")
+    # Without keys every router makes a secret of its own.
+    assert names.budget("") == Namespaces(random_secret()).budget("")
+
+
 def test_secret_is_made_once_and_private(tmp_path: Path) -> None:
     path = secret_path("", str(tmp_path / "keys.json"))
     assert make_secret(path)
