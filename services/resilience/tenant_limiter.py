@@ -80,7 +80,6 @@ class _Account:
     limits: TenantLimits
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
-    streams: int = 0
     other_streams: int = 0
     num_routers: int = 1
     spent_requests: float = 0.0
@@ -106,9 +105,9 @@ class _Account:
         return not self.other_streams and all(b.level(now) >= b.burst for b in buckets)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is open and all was told."""
-        return not (self.streams or self.spent_requests or self.spent_tokens)
+    def is_told(self) -> bool:
+        """Whether the others know all that was spent here."""
+        return not (self.spent_requests or self.spent_tokens)
 
 
 def _shaped(
@@ -131,15 +130,18 @@ class TenantLimiter:
         self._limits_of = limits_of
         self._max_tenants = max_tenants
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        # Of every tenant: limits may come and go while they are open.
+        self._streams: dict[str, int] = {}
 
     def admit(self, tenant: str, now: float) -> Verdict:
         """Decide on a request. "ok" opens a stream, which `release` ends; else nothing is spent."""
-        account = self._account(tenant, now)
+        account, streams = self._account(tenant, now), self._streams.get(tenant, 0)
         if account is None:
+            self._streams[tenant] = streams + 1
             return Verdict("ok")
-        reason, wait_s = _first_exhausted(account, now)
+        reason, wait_s = _first_exhausted(account, streams, now)
         if reason == "ok":
-            account.streams += 1
+            self._streams[tenant] = streams + 1
             if account.requests is not None:
                 account.requests.charge(1, now)
                 account.spent_requests += 1
@@ -154,9 +156,9 @@ class TenantLimiter:
 
     def release(self, tenant: str) -> None:
         """A stream has ended."""
-        account = self._accounts.get(tenant)
-        if account is not None and account.streams:
-            account.streams -= 1
+        left = self._streams.pop(tenant, 0) - 1
+        if left > 0:
+            self._streams[tenant] = left
 
     def claims(self, max_claims: int, now: float) -> tuple[Claim, ...]:
         """Take what is to be told to the other routers; `settle` or `put_back` must follow.
@@ -165,14 +167,14 @@ class TenantLimiter:
         """
         found = []
         for tenant, account in self._accounts.items():
-            if account.is_idle and account.is_full(now):
+            if self._is_idle(tenant, account) and account.is_full(now):
                 continue
             found.append(
                 Claim(
                     tenant,
                     account.spent_requests,
                     account.spent_tokens,
-                    account.streams,
+                    self._streams.get(tenant, 0),
                     account.limits,
                 )
             )
@@ -207,7 +209,8 @@ class TenantLimiter:
         limits = self._limits_of(tenant)
         account = self._accounts.get(tenant)
         if limits is None:
-            return account  # its limits were taken away while it had streams
+            self._accounts.pop(tenant, None)  # they were taken away
+            return None
         if account is None:
             account = _Account(limits)
             account.shape(limits, now)
@@ -220,9 +223,12 @@ class TenantLimiter:
     def _forget_idle(self) -> None:
         if len(self._accounts) > self._max_tenants:
             for tenant, account in self._accounts.items():
-                if account.is_idle:
+                if self._is_idle(tenant, account):
                     del self._accounts[tenant]
                     return
+
+    def _is_idle(self, tenant: str, account: _Account) -> bool:
+        return account.is_told and tenant not in self._streams
 
 
 def _refit(bucket: TokenBucket | None, level: float, now: float) -> None:
@@ -231,9 +237,9 @@ def _refit(bucket: TokenBucket | None, level: float, now: float) -> None:
         bucket.refit(max(level, -_MAX_DEBT * bucket.burst), now)
 
 
-def _first_exhausted(account: _Account, now: float) -> tuple[Reason, float]:
+def _first_exhausted(account: _Account, streams: int, now: float) -> tuple[Reason, float]:
     most = account.limits.max_streams
-    if most and account.streams + account.other_streams >= most:
+    if most and streams + account.other_streams >= most:
         return "streams", _STREAM_WAIT_S
     if account.requests is not None and (wait_s := account.requests.wait_s(1, now)):
         return "requests", wait_s

@@ -125,8 +125,33 @@ def test_changed_limits_count_at_once_and_keep_what_is_owed() -> None:
     verdict = limits.admit("a", 0.0)
     assert verdict.reason == "tokens"
     assert verdict.retry_after_s == pytest.approx(1.01)
+
+
+def test_limits_that_were_taken_away_hold_nobody() -> None:
+    table = {"a": LIMITS}
+    limits = TenantLimiter(table.get)
+    assert reasons(limits, 5, 0.0)[-1] == "requests"
+    limits.charge("a", 10_000, 0.0)
     del table["a"]
-    assert limits.admit("a", 0.0).reason in ("ok", "tokens")
+    assert [limits.admit("a", 0.0) for _ in range(20)] == [Verdict("ok")] * 20
+    limits.charge("a", 10_000, 0.0)
+    assert limits.claims(10, 0.0) == ()
+
+
+def test_streams_from_before_a_limit_count_and_free_no_others() -> None:
+    table: dict[str, TenantLimits] = {}
+    limits = TenantLimiter(table.get)
+    assert [limits.admit("a", 0.0).reason for _ in range(2)] == ["ok", "ok"]
+    table["a"] = TenantLimits(max_streams=3)
+    assert [limits.admit("a", 0.0).reason for _ in range(2)] == ["ok", "streams"]
+    limits.release("a")  # one of the old ones
+    limits.release("a")
+    assert [limits.admit("a", 0.0).reason for _ in range(3)] == ["ok", "ok", "streams"]
+    (claim,) = limits.claims(10, 0.0)
+    assert claim.streams == 3
+    for _ in range(3):
+        limits.release("a")
+    assert not limits._streams
 
 
 def test_what_the_others_spent_counts_here() -> None:
