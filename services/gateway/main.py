@@ -33,7 +33,7 @@ from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
-from services.registry.schema import Keys, namespace_of
+from services.registry.schema import namespace_of
 from services.registry.store_client import store_address
 from services.router.config import LinkConfig, LinkTls, RouterConfig, admission_config
 from services.router.dispatch import Router
@@ -131,8 +131,7 @@ class _RouterProcess:
         first, more = served[0], served[1:]
         self._readers = [model.reader for model in served]
         names = namespaces(config.auth)
-        keys = Keys(namespace_of(first.manifest.weights_digest))
-        store = LimitStore(keys, router_id, first.reader.run)
+        store = LimitStore(router_id, first.reader.run)
         around = Surroundings(router_id, store, self._metrics, clock)
         doors = door_identity(config.tls, clock)
         identity = cluster_identity(config.tls, clock)

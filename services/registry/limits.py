@@ -13,6 +13,8 @@ from services.resilience.tenant_limiter import Claim, Shared
 
 WORD_MS = 2_000  # a router that says nothing for so long has no streams
 IDLE_MS = 300_000  # a budget nobody draws on is full again long before
+# A budget is the tenant's, whichever models a router serves and in whatever order.
+KEYS = Keys("limits")
 _NUMBER = rb"(-?\d[\d.e+-]{0,31})"
 _ANSWER = re.compile(_NUMBER + rb" " + _NUMBER + rb" (\d{1,9}) (\d{1,6})")
 
@@ -21,10 +23,10 @@ _ANSWER = re.compile(_NUMBER + rb" " + _NUMBER + rb" (\d{1,9}) (\d{1,6})")
 class LimitStore:
     """Tells the store what was spent, in one round trip for many tenants."""
 
-    keys: Keys
     router_id: str
     run: Callable[[Invocation, float], Awaitable[object]]  # a script within so many seconds
     timeout_s: float = 0.25
+    keys: Keys = KEYS
 
     async def share(self, claims: Sequence[tuple[str, Claim]]) -> tuple[Shared, ...]:
         """Spend what is claimed under these names; raises StoreUnavailable."""

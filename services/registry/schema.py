@@ -13,6 +13,7 @@ One hash tag per base model, so that every key of a model lives in one cluster s
   isthmus:{ns}:q    slot -> 40 packed bytes: reserved work that no report shows yet
   isthmus:{ns}:r:R  one reservation: slot, slot_gen, epoch, prefill tokens, resident tokens
   isthmus:{ns}:rz   (slot, slot_gen, R) by expiry, for reservations that nobody releases
+Budgets of tenants are of no model: isthmus:{limits}:lim:NAME (services/registry/limits.py).
 """
 
 from __future__ import annotations

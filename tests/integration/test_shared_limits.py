@@ -11,8 +11,10 @@ import pytest
 import redis
 
 from services.common.clock import ManualClock, SystemClock
+from services.common.config import AuthSettings, IsthmusConfig
 from services.common.errors import StoreUnavailable
 from services.common.secret import Secret
+from services.gateway.main import _RouterProcess
 from services.gateway.namespaces import Namespaces
 from services.gateway.rate_limits import RateLimited, RateLimits
 from services.registry.embedded import EmbeddedStore
@@ -23,6 +25,7 @@ from services.registry.store_client import StoreAddress
 from services.resilience.tenant_limiter import Claim, TenantLimits
 from tests.support.limits_twin import LimitsTwin
 from tests.support.store import running_store
+from tests.support.toy_model import make_toy_model
 
 pytestmark = pytest.mark.integration
 
@@ -84,7 +87,7 @@ class Routers:
         clock, address = SystemClock(), StoreAddress(store.url)
         self.readers = [RedisRegistryReader(address, namespace, clock) for _ in range(2)]
         self.stores = [
-            LimitStore(Keys(namespace), f"r{i}", reader.run, timeout_s=5.0)
+            LimitStore(f"r{i}", reader.run, timeout_s=5.0, keys=Keys(namespace))
             for i, reader in enumerate(self.readers)
         ]
         self.clock = ManualClock()
@@ -209,3 +212,17 @@ async def test_the_store_learns_no_tenant(store: EmbeddedStore, tenants_file: Pa
         assert keys == [f"isthmus:{{hidden}}:lim:{NAMES.budget('acme')}"]
     finally:
         await routers.close()
+
+
+def test_routers_that_list_models_in_another_order_share_a_budget(
+    tmp_path: Path, tenants_file: Path
+) -> None:
+    models = [(name, make_toy_model(tmp_path / name, seed=i)) for i, name in enumerate("ab")]
+    config = IsthmusConfig(auth=AuthSettings(tenants_file=str(tenants_file)))
+    budgets = set()
+    for order in (models, models[::-1]):
+        process = _RouterProcess(config, order, SystemClock())
+        store = process._gateway._accounting.store
+        assert isinstance(store, LimitStore)
+        budgets.add(store.keys)
+    assert len(budgets) == 1
