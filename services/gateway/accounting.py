@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.clock import Clock
-from services.common.errors import RequestError
+from services.common.errors import IsthmusError, RequestError
 from services.gateway.hooks import GatewayHooks, RequestRecord
 from services.gateway.metering import Bill
 from services.gateway.namespaces import Namespaces, random_secret
@@ -19,6 +19,8 @@ from services.resilience.token_bucket import TokenBucket
 from services.telemetry.audit import AuditLog
 
 _AUDIT_CLOSE_S = 3.0
+# How requests end that the router did not let in: their clients come again, and pay then.
+_NOT_BEGUN = frozenset({"overloaded", "no_workers", "draining"})
 # Whoever has no key must not be able to fill the disk.
 _REFUSALS_PER_S, _REFUSALS_BURST = 10.0, 100.0
 
@@ -61,6 +63,10 @@ class Accounting:
         bill.open()
         try:
             yield bill
+        except IsthmusError as error:
+            if error.spec.code in _NOT_BEGUN:
+                bill.refused()
+            raise
         finally:
             bill.close()
 

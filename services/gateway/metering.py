@@ -31,6 +31,11 @@ class Bill:
         """Charge the prompt."""
         self.rates.charge(self.tenant, self.prompt_tokens)
 
+    def refused(self) -> None:
+        """Give the prompt back: no worker has read it."""
+        if not self.num_made:
+            self.rates.charge(self.tenant, -self.prompt_tokens)
+
     def note(self, output: RouterOutput) -> None:
         """Count an output."""
         if isinstance(output, ChoiceDelta):

@@ -168,7 +168,7 @@ class RateLimits:
             self._limiter.release(tenant)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """Spend tokens of a request that was let in."""
+        """Spend tokens of a request that was let in; less than nothing gives back."""
         self._limiter.charge(tenant, num_tokens, self._clock.now())
 
     async def share_forever(self, store: LimitShare) -> None:

@@ -148,7 +148,7 @@ class TenantLimiter:
         return Verdict(reason, wait_s, _state(account.requests, now), _state(account.tokens, now))
 
     def charge(self, tenant: str, num_tokens: int, now: float) -> None:
-        """Spend tokens of a request that was let in."""
+        """Spend tokens of a request that was let in; less than nothing gives back."""
         account = self._account(tenant, now)
         if account is not None and account.tokens is not None:
             account.tokens.charge(num_tokens, now)

@@ -27,8 +27,8 @@ class TokenBucket:
         return self._level
 
     def charge(self, amount: float, now: float) -> None:
-        """Take some out, whether it is there or not."""
-        self._level = self.level(now) - amount
+        """Take some out, whether it is there or not; less than nothing gives back."""
+        self._level = min(self.burst, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until so much is in it; 0 = it is there now."""

@@ -54,7 +54,10 @@ def test_script_and_twin_agree(store: EmbeddedStore, seed: int) -> None:
             now_ms += rng.choice([-500, 0, 1, 200, 3000])
             router = rng.choice(["r0", "r1", "r2"])
             claims = [
-                (f"t{i}", Claim("x", rng.randrange(5), rng.randrange(900), rng.randrange(4), shape))
+                (
+                    f"t{i}",
+                    Claim("x", rng.randrange(5), rng.randrange(-200, 900), rng.randrange(4), shape),
+                )
                 for i, shape in enumerate(shapes)
                 if rng.random() < 0.7
             ]

@@ -144,6 +144,26 @@ async def test_tokens_of_prompt_and_answer_are_charged(
     assert books.refused == ["tokens"]
 
 
+@pytest.mark.parametrize("door", ["http", "grpc"])
+async def test_a_prompt_the_router_does_not_let_in_costs_no_tokens(
+    text_model: TextModel, tmp_path: Path, door: str
+) -> None:
+    books = Books(tmp_path, "default: {tokens_per_min: 60}")
+    router = FakeRouter(text_model, script=lambda _call: [RequestError("overloaded", "not now")])
+    async with open_doors(text_model, books.config, router) as doors:
+        for _ in range(5):
+            if door == "http":
+                answer = await doors.http.post(CHAT, json=BODY, headers=bearer(books.acme))
+                assert answer.json()["error"]["code"] == "overloaded"
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ask_grpc(doors, books.acme)
+                assert dict(caught.value.trailing_metadata() or ())["isthmus-code"] == "overloaded"
+        router.script = None
+        good = await doors.http.post(CHAT, json=BODY, headers=bearer(books.acme))
+        assert good.headers["x-ratelimit-remaining-tokens"] == "60"
+
+
 async def test_open_streams_are_limited_and_given_back(
     text_model: TextModel, tmp_path: Path
 ) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from services.cli.main import run
 from services.common.clock import ManualClock
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, RequestError
 from services.common.private_file import replace_private
 from services.gateway import usage as usage_module
+from services.gateway.accounting import Accounting
 from services.gateway.metering import Bill
 from services.gateway.namespaces import Namespaces, random_secret
 from services.gateway.rate_limits import RateLimits
@@ -60,6 +61,34 @@ async def test_answers_are_billed_as_they_were_made(tmp_path: Path) -> None:
     bill(book)  # failed before its first token
     await book.close()
     assert read_all(tmp_path)["acme"] == Usage(3, 200, 64, 5)
+
+
+@pytest.mark.parametrize(
+    ("code", "outputs", "left"),
+    [
+        ("overloaded", (), 150), ("no_workers", (), 150), ("draining", (), 150),
+        ("worker_lost", (), 110), ("deadline_exceeded", (), 110), ("overloaded", (delta(1),), 109),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_no_worker_has_read_is_given_back(
+    tmp_path: Path, code: str, outputs: tuple[Any, ...], left: int
+) -> None:
+    limits = tmp_path / "tenants.yaml"
+    limits.write_text("default: {tokens_per_min: 150}")
+    rates = RateLimits(limits, Namespaces(random_secret()), ManualClock())
+    accounting = Accounting(rates, UsageBook(None, ""))
+
+    def refuse() -> None:
+        with rates.admitted("acme"), accounting.billed("acme", 40) as made:
+            for output in outputs:
+                made.note(output)
+            raise RequestError(code, "the router's word")
+
+    with pytest.raises(RequestError):
+        refuse()
+    with rates.admitted("acme") as verdict:
+        assert verdict.tokens is not None
+        assert verdict.tokens.remaining == left
 
 
 async def test_routers_are_added_up_and_exported(

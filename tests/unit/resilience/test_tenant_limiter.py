@@ -78,6 +78,20 @@ def test_tokens_are_charged_when_they_are_known_and_owed() -> None:
     assert limits.admit("a", 10.2).reason == "ok"
 
 
+def test_tokens_given_back_are_told_and_fill_no_bucket_over_its_size() -> None:
+    limits = limiter()
+    assert limits.admit("a", 0.0).reason == "ok"
+    limits.charge("a", 100, 0.0)
+    (claim,) = limits.claims(10, 0.0)
+    limits.settle([claim], [Shared(3, 500, 0, 1)], 0.0)
+    limits.charge("a", -100, 5.0)  # fifty came back by themselves
+    verdict = limits.admit("a", 5.0)
+    assert verdict.tokens is not None
+    assert verdict.tokens.remaining == 600
+    (claim,) = limits.claims(10, 5.0)
+    assert claim.tokens == -100
+
+
 def test_streams_are_counted_while_they_are_open() -> None:
     limits = limiter(TenantLimits(max_streams=2))
     assert [limits.admit("a", 0.0).reason for _ in range(3)] == ["ok", "ok", "streams"]
