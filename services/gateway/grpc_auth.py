@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
 from services.common.access import GRPC_POLICY, Access, check_scopes, is_open
+from services.common.clock import Clock
 from services.common.errors import IsthmusError
 from services.gateway.auth import Authenticator, Caller
 from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
 from services.gateway.hooks import GatewayHooks, RequestRecord
+from services.gateway.wire_names import TRAILER_CODE
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call through if its method is open or its key may call it; records the others."""
 
-    def __init__(self, authenticator: Authenticator, hooks: GatewayHooks) -> None:
+    def __init__(self, authenticator: Authenticator, hooks: GatewayHooks, clock: Clock) -> None:
         self._authenticator = authenticator
         self._hooks = hooks
+        self._clock = clock
 
     async def intercept_service(
         self,
@@ -37,10 +42,42 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 self._record(method, error.spec.code)
                 return _refusal(error)
             if GRPC_POLICY.get(method) is Access.ADMIN:
-                self._record(method, "ok", caller)  # who changed something must be known later
+                handler = await continuation(handler_call_details)
+                return handler and self._recorded(handler, method, caller)
         return await continuation(handler_call_details)
 
-    def _record(self, method: str, code: str, caller: Caller | None = None) -> None:
+    def _recorded(self, handler: Any, method: str, caller: Caller) -> AnyHandler:
+        """Have it known later who changed something, and how that ended."""
+        inner = handler.unary_unary  # as all of the admin service are
+
+        async def call(request: Any, context: AnyContext) -> Any:
+            started, code = self._clock.now(), "internal"
+            try:
+                answer = await inner(request, context)
+                code = "ok"
+            except grpc.aio.AbortError:
+                code = text_metadata(context.trailing_metadata()).get(TRAILER_CODE.name, code)
+                raise
+            except asyncio.CancelledError:
+                code = "cancelled"  # nobody waits any more; it may be done all the same
+                raise
+            finally:
+                duration_s = self._clock.now() - started
+                self._record(method, code, caller, context.peer(), duration_s)
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+    def _record(
+        self,
+        method: str,
+        code: str,
+        caller: Caller | None = None,
+        peer: str = "",
+        duration_s: float = 0.0,
+    ) -> None:
         # No handler does: those of refused calls are never reached, the admin service has no hooks.
         # Names nobody serves stay out of the labels.
         route = method.rpartition("/")[2] if method in GRPC_POLICY else "unknown"
@@ -50,9 +87,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 door="grpc",
                 route=route,
                 code=code,
-                duration_s=0.0,
+                duration_s=duration_s,
                 tenant=caller.tenant,
                 key_id=caller.key_id,
+                peer=peer,
             )
         )
 

@@ -158,7 +158,10 @@ class GatewayServer:
     async def _start_grpc(self, address: str) -> int:
         check_policy(GRPC_POLICY, self.grpc_methods)
         server = grpc.aio.server(
-            interceptors=(AuthInterceptor(self.authenticator, self._hooks), DecodeInterceptor()),
+            interceptors=(
+                AuthInterceptor(self.authenticator, self._hooks, self.desk.clock),
+                DecodeInterceptor(),
+            ),
             options=self._grpc_options(),
         )
         self._grpc = server

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,14 +15,17 @@ import pytest
 from services.common.clock import ManualClock, SystemClock
 from services.common.errors import RequestError
 from services.gateway.accounting import Accounting, AuditHooks
+from services.gateway.admin_servicer import ADMIN, AdminConfig, AdminServicer
 from services.gateway.auth import AuthConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.hooks import NoHooks, RequestRecord
 from services.gateway.keys import create_key
 from services.gateway.namespaces import Namespaces, random_secret
 from services.gateway.rate_limits import RateLimits, read_tenants
+from services.gateway.server import GrpcService
 from services.gateway.usage import Usage, UsageBook, read_all
-from services.pb import inference_pb2
+from services.pb import admin_pb2, admin_pb2_grpc, inference_pb2
+from services.router.model_set import ModelSet
 from services.telemetry.audit import AuditConfig, AuditHead, AuditLog, verify_lines
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import FakeRouter
@@ -234,6 +238,68 @@ async def test_every_request_is_in_the_audit_log_without_its_text(
     raw = b"".join(path.read_bytes() for path in (tmp_path / "audit").iterdir())
     for secret in ("kumquat", "sentinel", doors.router.text[:5], books.acme[-20:]):
         assert secret.encode() not in raw
+
+
+class SlowAdmin(AdminServicer):
+    """The admin service over a router with one open request; drains never end."""
+
+    def __init__(self) -> None:
+        super().__init__(cast("ModelSet", self), SystemClock(), AdminConfig(lease_ms=1000))
+        self.is_draining = asyncio.Event()
+
+    def kill(self, request_id: str) -> bool:
+        if request_id == "fault":
+            raise RuntimeError("a fault of the router")
+        return request_id == "open"
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        self.is_draining.set()
+        await asyncio.Event().wait()
+
+
+async def test_the_audit_log_says_how_calls_of_operators_ended(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    books, admin = Books(tmp_path), SlowAdmin()
+    service = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+    # What the interceptor takes for granted.
+    assert not any(m.client_streaming or m.server_streaming for m in service.methods)
+    key, record = create_key(tmp_path / "keys.json", "ops", "", 0, ("admin",))
+    served = GrpcService(
+        ADMIN,
+        tuple(method.name for method in service.methods),
+        lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
+    )
+    async with open_doors(text_model, books.config, extra_services=(served,)) as doors:
+        stub = admin_pb2_grpc.AdminStub(doors.channel)
+        metadata = tuple(bearer(key).items())
+        for request_id in ("open", "gone", "fault"):
+            asked = admin_pb2.KillRequestRequest(request_id=request_id)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.KillRequest(asked, metadata=metadata, timeout=20)
+        drain = stub.DrainWorker(admin_pb2.DrainWorkerRequest(), metadata=metadata, timeout=20)
+        async with asyncio.timeout(20):
+            await admin.is_draining.wait()
+        drain.cancel()
+        await wait_until(lambda: len(doors.hooks.records) == 4)
+        await ask_bad_admin(doors, metadata)
+    events = [event for event in books.events() if event["event"] == "request"]
+    assert [(event["route"], event["code"]) for event in events] == [
+        ("KillRequest", "ok"),
+        ("KillRequest", "not_found"),
+        ("KillRequest", "internal"),
+        ("DrainWorker", "cancelled"),
+        ("KillRequest", "invalid_argument"),
+    ]
+    assert {event["key_id"] for event in events} == {record.key_id}
+    assert all(event["peer"].startswith("ipv4:127.0.0.1:") for event in events)
+
+
+async def ask_bad_admin(doors: Doors, metadata: Any) -> None:
+    """Call an RPC of operators with bytes that are no message."""
+    raw: Any = doors.channel.unary_unary(f"/{ADMIN}/KillRequest")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await raw(b"\xff\xff", metadata=metadata, timeout=20)
 
 
 async def test_without_an_audit_log_nothing_is_let_in(
