@@ -10,6 +10,7 @@ from services.router.api import ChoiceDelta, OutputSink, RouterOutput
 
 JOIN_AFTER = 64  # outputs that wait: the client is late anyway, so further ones share a frame
 JOINED_TOKENS = 64  # in such a frame
+JOIN_BACK = 16  # outputs looked at for the newest of a choice: as many as choices
 
 _OUTPUT_BYTES = 360  # of an output's objects, without what is in them
 _TOKEN_BYTES = 56
@@ -76,14 +77,30 @@ class OutputBuffer:
         self._ready.set()
 
     def _joined(self, items: list[RouterOutput]) -> list[RouterOutput]:
-        """Put the start of `items` into the last output as far as it goes; return the others."""
-        for at, item in enumerate(items):
-            joined = _join(self._items[-1], item)
+        """Put what goes into the last outputs of the same choices; return the others in order."""
+        left: list[RouterOutput] = []
+        overtaken: set[int] = set()  # choices whose outputs may not go before one that is left
+        for item in items:
+            if not isinstance(item, ChoiceDelta):
+                left.append(item)
+            elif item.choice in overtaken or not self._join_one(item):
+                overtaken.add(item.choice)
+                left.append(item)
+        return left
+
+    def _join_one(self, item: ChoiceDelta) -> bool:
+        """Join an output with the newest of its choice, near the end; choices take turns there."""
+        for back in range(1, min(len(self._items), JOIN_BACK) + 1):
+            last = self._items[-back]
+            if not isinstance(last, ChoiceDelta) or last.choice != item.choice:
+                continue
+            joined = _join(last, item)
             if joined is None:
-                return items[at:]
-            self._size_bytes += size_of(joined) - size_of(self._items[-1])
-            self._items[-1] = joined
-        return []
+                return False
+            self._size_bytes += size_of(joined) - size_of(last)
+            self._items[-back] = joined
+            return True
+        return False
 
     def fail(self, error: IsthmusError) -> None:
         """End with an error; outputs already here are delivered first. The first error stays."""
@@ -116,11 +133,9 @@ def _not_taken(items: list[RouterOutput], sink: OutputSink) -> list[RouterOutput
     return []
 
 
-def _join(last: RouterOutput, more: RouterOutput) -> ChoiceDelta | None:
+def _join(last: ChoiceDelta, more: ChoiceDelta) -> ChoiceDelta | None:
     """Return one output in place of two of the same choice; None where it must be two."""
-    if not (isinstance(last, ChoiceDelta) and isinstance(more, ChoiceDelta)):
-        return None
-    if last.choice != more.choice or last.logprobs or more.logprobs:
+    if last.logprobs or more.logprobs:
         return None
     token_ids = last.token_ids + more.token_ids
     if len(token_ids) > JOINED_TOKENS:

@@ -198,7 +198,7 @@ async def test_deadlines_end_requests(cluster: LocalCluster, bodies: list[Body])
         hurried.CopyFrom(body)
         hurried.timeout_ms = timeout_ms
         heard = await call(stub, hurried, timeout_s=DEADLINE_S)
-        assert heard.code in ("", "deadline_exceeded")
+        assert heard.code in ("", "deadline_exceeded", "overloaded")  # refused: it would be late
         assert heard.took_s < timeout_ms / 1000 + DEADLINE_LATE_S
 
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:

@@ -107,12 +107,40 @@ async def test_late_clients_get_joined_outputs_and_lose_nothing() -> None:
     assert taken[-1] == ChoiceEnd(0, "length")
 
 
-async def test_choices_and_logprobs_are_never_joined() -> None:
+async def test_choices_that_take_turns_are_joined_each_with_its_own() -> None:
+    """A router that stood still hears of all choices at once, more than it has room for apart."""
+    buffer = OutputBuffer(2 * 2048, max_bytes=2 * (256 << 10))
+    for index in range(3000):
+        for choice in range(2):
+            buffer.put([ChoiceDelta(choice, index, (index,), "x")])
+    buffer.put([ChoiceEnd(0, "length"), ChoiceEnd(1, "length")])
+    tokens: list[list[int]] = [[], []]
+    ends: list[int] = []
+    while len(ends) < 2:
+        output = await buffer.get()
+        if isinstance(output, ChoiceDelta):
+            assert output.choice not in ends
+            assert output.first_index == len(tokens[output.choice])
+            tokens[output.choice] += output.token_ids
+        else:
+            assert isinstance(output, ChoiceEnd)
+            ends.append(output.choice)
+    assert tokens == [list(range(3000))] * 2
+
+
+async def test_an_output_too_large_to_join_is_not_overtaken() -> None:
+    buffer = OutputBuffer(2048)
+    buffer.put([chunk(index) for index in range(JOIN_AFTER)])
+    large = ChoiceDelta(0, JOIN_AFTER, (1,) * JOINED_TOKENS, "x" * JOINED_TOKENS)
+    buffer.put([large, chunk(JOIN_AFTER + JOINED_TOKENS)])
+    taken = [await buffer.get() for _ in range(JOIN_AFTER + 2)]
+    assert taken[-2:] == [large, chunk(JOIN_AFTER + JOINED_TOKENS)]
+
+
+async def test_logprobs_are_never_joined() -> None:
     buffer = OutputBuffer(2048)
     entry = TextLogprob(1, "x", b"x", -0.5)
-    outputs: list[RouterOutput] = [ChoiceDelta(i % 2, i // 2, (1,), "x") for i in range(100)]
-    outputs += [ChoiceDelta(0, 50 + i, (1,), "x", (entry,)) for i in range(10)]
-    buffer.put(outputs[:JOIN_AFTER])
-    for output in outputs[JOIN_AFTER:]:
+    outputs: list[RouterOutput] = [ChoiceDelta(0, i, (1,), "x", (entry,)) for i in range(100)]
+    for output in outputs:
         buffer.put([output])
     assert [await buffer.get() for _ in outputs] == outputs
