@@ -39,12 +39,11 @@ class ModelSettings(Section):
 class StoreSettings(Section):
     """The Redis-compatible store that holds the registry and the prefix hints."""
 
-    # The URL may carry a password, so it is a secret as a whole.
-    url: SecretStr = setting(
-        SecretStr("redis://127.0.0.1:6379/0"), "redis://, rediss:// or unix:// address"
-    )
+    # The URL may carry a password, so it is a secret as a whole. Defaults are judged as what a
+    # file would hold: text.
+    url: SecretStr = setting("redis://127.0.0.1:6379/0", "redis://, rediss:// or unix:// address")
     loader_url: SecretStr = setting(
-        SecretStr(""), "the same address with the user that may load scripts; empty = url's own"
+        "", "the same address with the user that may load scripts; empty = url's own"
     )
     ca_file: str = setting(
         "", "PEM file of who signs a rediss:// store's certificate; empty = the system's CAs"

@@ -36,6 +36,14 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert config.worker.role == "decode"
 
 
+@pytest.mark.parametrize("section", list(IsthmusConfig.model_fields))
+def test_a_file_may_give_nothing_of_a_section(tmp_path: Path, section: str) -> None:
+    """Every default is judged like text of a file, so all of them must pass as such."""
+    path = tmp_path / "isthmus.yaml"
+    path.write_text(f"{section}: {{}}\n")
+    assert load_config(path, {}, {}) == IsthmusConfig()
+
+
 def test_unknown_key_names_file_and_close_word(tmp_path: Path) -> None:
     path = write(tmp_path, "router:\n  grpc_prot: 7\n")
     with pytest.raises(ConfigError) as caught:
