@@ -36,7 +36,7 @@ from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
 from services.router.policy import STAY, Decision, PolicyConfig, choose, expected_tokens
-from services.router.view import ClusterView
+from services.router.view import SUSPECT, ClusterView
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -77,6 +77,7 @@ class _Pool:
     queue: FairQueue
     drain: DrainRate = field(default_factory=DrainRate)
     starting_tokens: int = 0  # let go, and no worker has them yet
+    stuck_since: float | None = None  # nobody can take what is next
     _margins: dict[str, WaitMargin] = field(default_factory=dict)  # by tenant, least used first
 
     def margin(self, tenant: str) -> WaitMargin:
@@ -98,8 +99,15 @@ class Gate:
         view: Callable[[], ClusterView],
         clock: Clock,
         hooks: RouterHooks,
+        wait_s: float = 5.0,
     ) -> None:
+        """Start with nothing waiting.
+
+        Args:
+            wait_s: how long the queue is kept for workers that may be back in a moment.
+        """
         self._config = config
+        self._wait_s = wait_s
         self._policy = policy
         self._view = view
         self._clock = clock
@@ -216,6 +224,8 @@ class Gate:
     ) -> None:
         pool = entry.pool
         entry.turn, entry.waiting = asyncio.get_running_loop().create_future(), waiting
+        if not len(pool.queue):
+            pool.stuck_since = None
         pool.queue.add(waiting)
         self._by_waiting[waiting] = entry
         pool.drain.note(0, self._clock.now(), is_busy=True)
@@ -297,14 +307,18 @@ class Gate:
 
     def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
         if self._is_full(pool, view):
+            pool.stuck_since = None
             return False  # known without choosing, which takes ten times as long
         entry, now = self._by_waiting[head], self._clock.now()
         enters = pool
         try:
             decision = self._choose(entry.progress, view)
-        except RequestError:
-            pass  # no worker is left: who sends it says so
+        except RequestError as error:
+            if any(w.state == SUSPECT for w in view.workers):
+                return self._has_given_up(entry, error, now)
+            # Else no worker is left: who sends it says so.
         else:
+            pool.stuck_since = None
             entry.tokens, enters = (
                 _uncached(entry.progress, decision),
                 self._pool(decision.worker.role),
@@ -318,6 +332,19 @@ class Gate:
         pool.drain.note(head.cost, now, is_busy=len(pool.queue) > 0)
         self._let_go(entry)
         self._wake(entry, None)
+        return True
+
+    def _has_given_up(self, entry: _Entry, error: RequestError, now: float) -> bool:
+        """Keep the queue while a worker may be back, then end what is next with the error.
+
+        Let go, all of it would be sent at once to the first worker that is back.
+        """
+        pool = entry.pool
+        if pool.stuck_since is None:
+            pool.stuck_since = now
+        if now - pool.stuck_since < self._wait_s:
+            return False
+        self._wake(entry, error)
         return True
 
     def _let_go(self, entry: _Entry) -> None:

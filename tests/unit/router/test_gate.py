@@ -17,7 +17,7 @@ from services.router.legs import Progress
 from services.router.policy import PolicyConfig, RequestFacts, choose
 from services.router.request import LogicalRequest
 from services.router.timing import Marks
-from services.router.view import ClusterView, WorkerView
+from services.router.view import SUSPECT, ClusterView, WorkerView
 from tests.support.cluster import DigitText, eventually, make_call
 from tests.unit.router.test_policy import make_worker
 
@@ -57,6 +57,10 @@ class Rig:
 
     def set_loads(self, prefill: LoadReport, decode: LoadReport = FREE) -> None:
         self.workers = (make_worker("p0", prefill), make_worker("d0", decode))
+
+    def lose_all(self) -> None:
+        """Let every worker be suspect, as after a moment's silence of all Links."""
+        self.workers = tuple(replace(w, state=SUSPECT) for w in self.workers)
 
     def progress(self, name: str, *, mode: str = "REMOTE", **changes: object) -> Progress:
         self._last_number += 1
@@ -300,3 +304,39 @@ async def test_a_prediction_of_nothing_teaches_nothing() -> None:
     rig.gate.first_token(progress)
     assert rig.gate.ttft_ratio == 1.0
     await leave([task])
+
+
+async def test_the_queue_is_kept_while_no_worker_can_be_used_for_a_moment() -> None:
+    """What waits does not all start on the first worker that is back."""
+    rig = Rig()
+    rig.set_loads(FULL)
+    tasks = [await rig.begin(rig.progress(f"r{i}")) for i in range(3)]
+    rig.lose_all()
+    rig.gate._start_others()
+    rig.clock.advance(1.0)
+    rig.gate._start_others()
+    assert rig.gate.num_queued == 3
+    rig.set_loads(FULL)
+    rig.gate._start_others()
+    rig.lose_all()
+    rig.clock.advance(4.5)
+    rig.gate._start_others()
+    assert rig.gate.num_queued == 3  # the first time is over
+    rig.set_loads(FREE)
+    await eventually(lambda: rig.started == ["r0", "r1", "r2"])
+    await leave(tasks)
+    rig.gate.check_integrity()
+
+
+async def test_workers_that_do_not_come_back_are_not_waited_for_for_ever() -> None:
+    rig = Rig()
+    rig.set_loads(FULL)
+    tasks = [await rig.begin(rig.progress(f"r{i}")) for i in range(2)]
+    rig.lose_all()
+    rig.gate._start_others()
+    rig.clock.advance(5.0)
+    rig.gate._start_others()
+    assert [(await error_of(task)).spec.code for task in tasks] == ["no_workers"] * 2
+    assert rig.started == []
+    assert rig.gate.num_queued == 0
+    rig.gate.check_integrity()
