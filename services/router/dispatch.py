@@ -70,7 +70,13 @@ class Router:
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._recent = RecentRequests(config.max_reports) if recent is None else recent
         self._gate = Gate(
-            config.admission, config.policy, self._cluster.view, clock, self._hooks, config.wait_s
+            config.admission,
+            config.policy,
+            self._cluster.view,
+            clock,
+            self._hooks,
+            config.wait_s,
+            self._cluster.links,
         )
         self._models: tuple[ServedModel, ...] = ()
         self._models_until = float("-inf")

@@ -35,7 +35,7 @@ from services.router.admission import (
 from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
-from services.router.policy import STAY, Decision, PolicyConfig, choose, expected_tokens
+from services.router.policy import STAY, Decision, Links, PolicyConfig, choose, expected_tokens
 from services.router.view import SUSPECT, ClusterView
 from services.telemetry.logs import get_logger
 
@@ -100,14 +100,17 @@ class Gate:
         clock: Clock,
         hooks: RouterHooks,
         wait_s: float = 5.0,
+        links: Callable[[], Links] = Links,
     ) -> None:
         """Start with nothing waiting.
 
         Args:
             wait_s: how long the queue is kept for workers that may be back in a moment.
+            links: what is known of the ways between workers.
         """
         self._config = config
         self._wait_s = wait_s
+        self._links = links
         self._policy = policy
         self._view = view
         self._clock = clock
@@ -359,7 +362,7 @@ class Gate:
     # -- what a request would find -----------------------------------------------------------
 
     def _choose(self, progress: Progress, view: ClusterView) -> Decision:
-        return choose(progress.facts, view, progress.depth, self._policy)
+        return choose(progress.facts, view, progress.depth, self._policy, links=self._links())
 
     def _starts_anywhere(self, progress: Progress, wish: Wish, view: ClusterView) -> bool:
         """Let a request go that starts whoever is chosen: choosing costs more than all the rest."""

@@ -8,13 +8,14 @@ import pytest
 
 from services.common.clock import ManualClock
 from services.common.errors import RequestError
+from services.common.ids import WorkerId
 from services.registry.base import LoadReport
 from services.router.admission import Admission, AdmissionConfig
 from services.router.api import GenerateCall
 from services.router.gate import Gate
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
-from services.router.policy import PolicyConfig, RequestFacts, choose
+from services.router.policy import Links, PolicyConfig, RequestFacts, choose
 from services.router.request import LogicalRequest
 from services.router.timing import Marks
 from services.router.view import SUSPECT, ClusterView, WorkerView
@@ -47,7 +48,10 @@ class Rig:
         self.clock = ManualClock(1000.0)
         self.workers: tuple[WorkerView, ...] = ()
         self.heard = Heard()
-        self.gate = Gate(config, PolicyConfig(), self.view, self.clock, self.heard)
+        self.links = Links()
+        self.gate = Gate(
+            config, PolicyConfig(), self.view, self.clock, self.heard, links=lambda: self.links
+        )
         self.started: list[str] = []
         self._last_number = 0
         self.set_loads(FREE)
@@ -339,4 +343,16 @@ async def test_workers_that_do_not_come_back_are_not_waited_for_for_ever() -> No
     assert [(await error_of(task)).spec.code for task in tasks] == ["no_workers"] * 2
     assert rig.started == []
     assert rig.gate.num_queued == 0
+    rig.gate.check_integrity()
+
+
+async def test_room_at_a_worker_whose_link_is_broken_is_none() -> None:
+    rig = Rig()
+    rig.workers = (make_worker("p0", FREE), make_worker("p1", FULL), make_worker("d0", FREE))
+    rig.links = Links(broken=frozenset({(WorkerId("p0"), WorkerId("d0"))}))
+    task = await rig.begin(rig.progress("r0"))
+    assert rig.gate.num_queued == 1
+    rig.links = Links()
+    await eventually(lambda: rig.started == ["r0"])
+    await leave([task])
     rig.gate.check_integrity()
