@@ -225,12 +225,17 @@ class Conductor:
             self._look_timer = loop.call_later(LOOK_AGAIN_S, self._look_again)
 
     def _look_again(self) -> None:
-        """Try again for everyone who waits."""
+        """Try again for everyone who waits, unless one look shows that nobody can be found."""
         if self._look_timer is not None:
             self._look_timer.cancel()
             self._look_timer = None
+        if not self._waiting:
+            return
+        is_usable, is_coming = self._sender.is_anyone_usable(), self._sender.is_anyone_coming()
+        now = self._clock.now()
         for request in list(self._waiting.values()):
-            self._guard(request, self.begin)
+            if is_usable or not _goes_on_waiting(request, now, is_coming=is_coming):
+                self._guard(request, self.begin)
         self._look_later()
 
     def _guard(self, request: OpenRequest, handle: Callable[[OpenRequest], None]) -> None:
@@ -656,6 +661,15 @@ class Conductor:
             for leg in request.progress.legs
             if leg.is_open and leg.worker_id == worker_id and leg.incarnation == incarnation
         ]
+
+
+def _goes_on_waiting(request: OpenRequest, now: float, *, is_coming: bool) -> bool:
+    """Say whether a request waits on where no worker is usable."""
+    progress = request.progress
+    is_hopeful = is_coming or progress.num_losses > 0
+    is_in_time = request.wait_until is not None and now < request.wait_until
+    # Who offers it takes it back though nobody else is sent to that worker any more.
+    return is_hopeful and is_in_time and progress.offer() is None
 
 
 def _movable_leg(

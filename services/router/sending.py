@@ -19,7 +19,7 @@ from services.router.policy import (
     RequestFacts,
     expected_tokens,
 )
-from services.router.view import SUSPECT, WorkerView
+from services.router.view import LIVE, SUSPECT, WorkerView
 from services.router.wire import CONTINUE, PREFILL, WHOLE, WorkHead, build_work, pack_ids
 
 Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
@@ -131,6 +131,10 @@ class Sender:
         """Say whether a decode worker could take over what decodes at `source`."""
         failed = frozenset(progress.failed)
         return self._cluster.desk.choose_decode(progress.facts, source, failed) is not None
+
+    def is_anyone_usable(self) -> bool:
+        """Say whether there is any worker to choose."""
+        return any(worker.state == LIVE for worker in self._cluster.view().workers)
 
     def is_anyone_coming(self) -> bool:
         """Say whether a worker that is not usable now may be in a moment."""

@@ -289,7 +289,9 @@ async def test_a_stream_waits_for_the_return_of_the_last_worker(store_url: str) 
         cluster.assert_clean()
 
 
-async def test_a_request_waits_while_every_link_is_made_anew(store_url: str) -> None:
+async def test_a_request_waits_while_every_link_is_made_anew(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The router stood still, or a network did: the workers are there, the Links are not yet."""
     workers = [prefill(), decoder()]
     quick = LinkConfig(cut_after_s=1.2, connect_timeout_s=0.3)
@@ -300,7 +302,12 @@ async def test_a_request_waits_while_every_link_is_made_anew(store_url: str) -> 
             await cluster.until_state(worker.worker_id, "suspect")
         call = make_call()
         task = asyncio.create_task(cluster.ask(call))
-        await eventually(lambda: cluster.router._conductor._waiting)
+        conductor = cluster.router._conductor
+        await eventually(lambda: conductor._waiting)
+        with monkeypatch.context() as patched:
+            patched.setattr(conductor, "begin", lambda _: pytest.fail("nobody can be found"))
+            conductor._look_again()
+        assert len(conductor._waiting) == 1
         for worker in workers:
             worker.thaw()
         assert (await task).tokens() == reference(call)
