@@ -38,6 +38,7 @@ class WorkerOperations:
         self._registration = registration
         self._clock = clock
         self._is_leaving = False
+        self._is_drained = False  # by somebody who wants it to stay so
         self._is_changing_pool = False
 
     async def leave(self, timeout_s: float) -> None:
@@ -47,6 +48,10 @@ class WorkerOperations:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work and wait for open work items and lent blocks; False if some are left."""
+        self._is_drained = True
+        return await self._empty(timeout_s)
+
+    async def _empty(self, timeout_s: float) -> bool:
         self._shell.begin_drain()
         self._registration.set_state("draining")
         end = self._clock.now() + min(timeout_s, MAX_DRAIN_S)
@@ -62,6 +67,7 @@ class WorkerOperations:
             raise RequestError("draining", "the worker is shutting down")
         if self._is_changing_pool:
             raise RequestError("duplicate_request", "it drains to change its pool")
+        self._is_drained = False
         self._take_work_again()
 
     async def join_pool(self, pool: str, drain_s: float) -> None:
@@ -79,9 +85,9 @@ class WorkerOperations:
             raise RequestError("draining", "the worker is shutting down")
         if self._is_changing_pool:
             raise RequestError("duplicate_request", "it is changing its pool already")
-        was_draining, self._is_changing_pool = self._shell.is_draining, True
+        self._is_changing_pool = True
         try:
-            if not await self.drain(drain_s):
+            if not await self._empty(drain_s):
                 raise RequestError(
                     "deadline_exceeded",
                     f"{self._shell.num_open()} work items were still open after {drain_s:g} s",
@@ -91,7 +97,7 @@ class WorkerOperations:
             log.info("worker.pool_changed", pool=pool)
         finally:
             self._is_changing_pool = False
-            if not was_draining and not self._is_leaving:
+            if not self._is_drained and not self._is_leaving:
                 self._take_work_again()
 
     def _take_work_again(self) -> None:

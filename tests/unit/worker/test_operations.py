@@ -96,6 +96,20 @@ async def test_drained_worker_that_changes_its_pool_stays_drained() -> None:
     assert rig.registration.announced == ["draining", "draining", "prefill"]
 
 
+async def test_drain_that_comes_during_a_change_of_pool_outlasts_it() -> None:
+    rig = Rig()
+    rig.start()
+    rig.engine.load_value = EngineLoad(requests_open=1)
+    change = asyncio.create_task(rig.operations.join_pool("decode", 30.0))
+    await until_draining(rig)
+    assert not await rig.operations.drain(0.0)
+    rig.engine.load_value = EngineLoad(requests_open=0)
+    await asyncio.wait_for(change, 10)
+    assert rig.shell.is_draining
+    rig.operations.undrain()
+    assert not rig.shell.is_draining
+
+
 async def test_worker_that_leaves_is_not_called_back() -> None:
     rig = Rig()
     rig.start()
