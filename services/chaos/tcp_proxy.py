@@ -87,9 +87,14 @@ class TcpProxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopping.is_set():
+            writer.transport.abort()
+            return
         task = self._loop.create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        # A task that is cancelled before it has begun closes nothing itself.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     def _drop_all(self) -> None:
         for task in self._connections:
@@ -117,8 +122,9 @@ class TcpProxy:
         except (OSError, TimeoutError):
             pass  # nobody listens at the target just now: the client sees its connection end
         finally:
-            for end in writers:
+            for end in writers:  # all of them before a wait, which a cut may interrupt
                 end.transport.abort()  # a cut link says no goodbye
+            for end in writers:
                 with contextlib.suppress(OSError):
                     await end.wait_closed()
 
