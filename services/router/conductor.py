@@ -22,7 +22,7 @@ from services.router.config import RouterConfig
 from services.router.hedge import HedgeClock
 from services.router.hint_check import check_progress
 from services.router.hooks import RouterHooks
-from services.router.legs import Leg, Progress
+from services.router.legs import CONTINUE, PREFILL, Leg, Progress
 from services.router.link import LossCause, ResumePoint, WorkerLink
 from services.router.open_request import OpenRequest
 from services.router.poison import OpenWork, Quarantine, RecentDeaths, blame, prompt_digest
@@ -36,7 +36,7 @@ from services.router.recovery import (
 )
 from services.router.sending import Sender
 from services.router.view import WorkerView
-from services.router.wire import CONTINUE, PREFILL, known_code, read_tokens, stage_times
+from services.router.wire import known_code, read_tokens, stage_times
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from services.common.ids import BlockHash
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
-from services.router.legs import Progress
+from services.router.legs import CONTINUE, Progress
 from services.router.policy import STRIDE_TOKENS, Decision
-from services.router.wire import CONTINUE
 
 MAX_LIES = 64  # withdrawn for one request
 

@@ -13,8 +13,8 @@ from services.router.booking import Booking
 from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
 from services.router.request import LogicalRequest
 from services.router.timing import Marks, StageTimes, attribute
-from services.router.wire import CONTINUE, PREFILL, WHOLE
 
+PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"  # kinds of a work item
 MAX_CHOICES = 8  # of workers, remembered for a request
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.common.errors import ERROR_TABLE
-from services.router.legs import Leg, Progress
-from services.router.wire import CONTINUE, PREFILL
+from services.router.legs import CONTINUE, PREFILL, Leg, Progress
 
 # The worker, not its answer, is what was lost: another try is no answer to a refusal.
 LOSSES = frozenset({"worker_lost", "handoff_failed", "stale_incarnation"})

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.router.api import RequestTiming
-from services.router.legs import Progress
+from services.router.legs import CONTINUE, Progress
 from services.router.policy import REMOTE, Decision
 from services.router.timing import ttft_stages
-from services.router.wire import CONTINUE
 
 WINDOW_S = 10.0  # of the latencies told beside the totals
 RUNNING = "running"

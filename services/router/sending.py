@@ -10,7 +10,7 @@ from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
-from services.router.legs import Leg, Progress
+from services.router.legs import CONTINUE, PREFILL, WHOLE, Leg, Progress
 from services.router.policy import (
     LOCAL,
     REMOTE,
@@ -20,7 +20,7 @@ from services.router.policy import (
     expected_tokens,
 )
 from services.router.view import LIVE, SUSPECT, WorkerView
-from services.router.wire import CONTINUE, PREFILL, WHOLE, WorkHead, build_work, pack_ids
+from services.router.wire import WorkHead, build_work, pack_ids
 
 Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
 

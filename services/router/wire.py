@@ -13,12 +13,11 @@ from services.kv.hashing import pack_hashes, pack_token_ids
 from services.pb import common_pb2, worker_pb2
 from services.registry.base import LoadReport
 from services.router.api import GenerateCall
+from services.router.legs import CONTINUE, PREFILL
 from services.router.request import ChoiceSoFar, TokenLogprob, TokensIn
 from services.router.timing import StageTimes
 
 _ONE_ID = struct.Struct("<I")
-
-PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"
 
 _PLANES = {
     number: name.removeprefix("PLANE_").lower()

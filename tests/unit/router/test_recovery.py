@@ -6,12 +6,11 @@ import pytest
 
 from services.common.ids import Incarnation, WorkerId
 from services.router.booking import Booking
-from services.router.legs import Leg, Progress
+from services.router.legs import CONTINUE, PREFILL, WHOLE, Leg, Progress
 from services.router.policy import RequestFacts
 from services.router.recovery import Cure, RecoveryLimits, plan_recovery, tells_of_load
 from services.router.request import LogicalRequest, TokensIn
 from services.router.timing import Marks
-from services.router.wire import CONTINUE, PREFILL, WHOLE
 from tests.support.cluster import DigitText, make_call
 
 LIMITS = RecoveryLimits(max_retries=1, max_losses=3)

@@ -12,12 +12,12 @@ from services.registry.reader import RegistryReader
 from services.router.booking import Bookings
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
+from services.router.legs import PREFILL
 from services.router.pair_book import PairBook
 from services.router.policy import Decision, Links, PolicyConfig, choose_decode
 from services.router.route_desk import RouteDesk, Surroundings
 from services.router.sending import Sender
 from services.router.view import ClusterView, WorkerView
-from services.router.wire import PREFILL
 from tests.unit.router.test_policy import make_worker
 from tests.unit.router.test_recovery import make_leg, make_progress
 
