@@ -146,9 +146,19 @@ def decode_info(data: bytes) -> WorkerInfo | None:
         return None
 
 
+def field_names(hashes: Sequence[BlockHash]) -> list[bytes]:
+    """Return the 8-byte field names of block hashes."""
+    return [block_hash[:HASH_FIELD_BYTES] for block_hash in hashes]
+
+
 def pack_fields(hashes: Sequence[BlockHash]) -> bytes:
-    """Join the 8-byte field names of block hashes."""
-    return b"".join(block_hash[:HASH_FIELD_BYTES] for block_hash in hashes)
+    """Join the field names of block hashes."""
+    return b"".join(field_names(hashes))
+
+
+def unpack_fields(packed: bytes) -> list[bytes]:
+    """Part what pack_fields joined."""
+    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]
 
 
 def stride_hashes(hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from services.common.ids import BlockHash, WorkerId
+from services.common.ids import WorkerId
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.answers import JoinAnswer
 from services.registry.base import HintChange, LoadReport, WorkerInfo, WorkerRecord
@@ -23,7 +23,6 @@ from services.registry.cost import (
 from services.registry.depth import depths
 from services.registry.reservations import Reservations
 from services.registry.schema import (
-    HASH_FIELD_BYTES,
     LEASE_MS,
     MAX_OWNERS,
     MAX_SLOTS,
@@ -32,7 +31,8 @@ from services.registry.schema import (
     SCHEMA,
     TURN_MS,
     bucket_of,
-    pack_fields,
+    field_names,
+    unpack_fields,
 )
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation, expiry_s
@@ -153,7 +153,7 @@ class RegistryTwin:
             return "OK"
         valid, mine = self._valid(now_ms), (slot | change.tier << _TIER_SHIFT, gen)
         for hashes, is_add in ((change.removed, False), (change.added, True)):
-            for field_name in _fields(hashes):
+            for field_name in field_names(hashes):
                 self.speculation.drop(field_name, owner)
                 self._edit(field_name, mine, valid, is_add=is_add)
         return "OK"
@@ -176,7 +176,7 @@ class RegistryTwin:
         owner = self.reservations.release(rid)
         if owner is None:
             return
-        for name in _split(lies):
+        for name in unpack_fields(lies):
             self.speculation.drop(name, owner)
             kept = [o for o in self._hints.get(name, ()) if (o[0] & _SLOT_MASK, o[1]) != owner]
             self._store(name, kept)
@@ -221,7 +221,7 @@ class RegistryTwin:
         ask: RouteAsk,
         now_ms: int,
     ) -> Verdict | None:
-        fields = _split(ask.fields)
+        fields = unpack_fields(ask.fields)
         owners = {(c.slot, c.gen) for c in listed}
         levels = depths(lambda i: self._owners(fields[i - 1], owners), len(fields))
         confirmed = levels[3]
@@ -307,11 +307,3 @@ class RegistryTwin:
             self._hints[field_name] = owners
         else:
             self._hints.pop(field_name, None)
-
-
-def _fields(hashes: Sequence[BlockHash]) -> list[bytes]:
-    return _split(pack_fields(hashes))
-
-
-def _split(packed: bytes) -> list[bytes]:
-    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]

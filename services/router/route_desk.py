@@ -18,7 +18,7 @@ from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.registry import cost
 from services.registry.reader import RegistryReader
-from services.registry.schema import HASH_FIELD_BYTES, pack_fields, stride_hashes
+from services.registry.schema import field_names, pack_fields, stride_hashes
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation
 from services.router.policy import (
@@ -150,14 +150,14 @@ class RouteDesk:
 
     def local_depth(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
         """Return where this router sent a prompt's prefix lately, in strides."""
-        fields = _split(pack_fields(stride_hashes(hashes)))
+        fields = field_names(stride_hashes(hashes))
         known = {w.worker_id for w in self._around.view().workers}
         return self._index.strides(fields, known, {}, self._clock.now() * 1000)
 
     def sent(self, hashes: Sequence[BlockHash], worker_id: WorkerId) -> None:
         """Remember who computes a prompt."""
         now = self._clock.now()
-        fields = _split(pack_fields(stride_hashes(hashes)))
+        fields = field_names(stride_hashes(hashes))
         self._index.note(fields, worker_id, 0, int(now) + LOCAL_TTL_S, now * 1000)
 
     # -- reservations ------------------------------------------------------------------------
@@ -318,7 +318,3 @@ class RouteDesk:
                 self._around.note_store_call("hold", now, error)
                 return
             self._open.update((name, now) for name in names if name in self._open)
-
-
-def _split(packed: bytes) -> list[bytes]:
-    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]

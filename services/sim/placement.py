@@ -10,7 +10,7 @@ from typing import Protocol
 from services.common.ids import WorkerId
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.cost import Booked, mix32
-from services.registry.schema import HASH_FIELD_BYTES
+from services.registry.schema import unpack_fields
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation
 from services.registry.twin import RegistryTwin
@@ -144,7 +144,7 @@ class LocalPlacement:
 
     def _cheapest(self, request: Request, now: float) -> Decision:
         """Least queue and uncached work by what this replica knows."""
-        now_ms, names = round(now * 1000), _split(request.names)
+        now_ms, names = round(now * 1000), unpack_fields(request.names)
         depth = self._confirmed(request, now_ms)
         known = {w.worker_id for w in self.workers.values()}
         own = self._index.strides(names, known, {}, now_ms)
@@ -183,7 +183,3 @@ def worker_view(
         incarnation=info.incarnation, slot=slot, slot_gen=slot_gen, lease_left_ms=None, load=load,
         booked=booked, up_since=None,
     )  # fmt: skip
-
-
-def _split(packed: bytes) -> list[bytes]:
-    return [packed[i : i + HASH_FIELD_BYTES] for i in range(0, len(packed), HASH_FIELD_BYTES)]
