@@ -14,6 +14,7 @@ from typing import Any
 import jwt
 
 from services.common.access import SCOPES, Scope
+from services.common.bounded_file import read_bounded
 from services.common.clock import Clock
 from services.common.errors import ConfigError, RequestError
 from services.runtime.watched_file import WatchedFile
@@ -131,13 +132,7 @@ def looks_like_jwt(credential: str) -> bool:
 
 def read_jwks(path: Path) -> Mapping[str, jwt.PyJWK]:
     """Read public keys by their id; ConfigError says what is wrong with the file."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"auth.jwks_file: {path} cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"auth.jwks_file: larger than {_MAX_FILE_BYTES} bytes")
+    data = read_bounded("auth.jwks_file", path, _MAX_FILE_BYTES)
     try:
         entries = json.loads(data)["keys"]
         if not isinstance(entries, list) or not 1 <= len(entries) <= _MAX_KEYS:

@@ -8,6 +8,7 @@ import secrets
 import shlex
 from pathlib import Path
 
+from services.common import bounded_file
 from services.common.errors import ConfigError
 from services.common.private_file import replace_private
 from services.common.secret import Secret
@@ -61,22 +62,14 @@ def secret_path(configured: str, keys_file: str) -> Path:
 def read_secret(path: Path) -> Secret:
     """Read the secret; ConfigError says what is wrong with the file."""
     try:
-        with path.open("rb") as file:
-            value = file.read(_MAX_BYTES + 1).strip()
-    except FileNotFoundError:
+        return bounded_file.read_secret("auth.tenant_secret_file", path, _MIN_BYTES, _MAX_BYTES)
+    except ConfigError as error:
+        if not isinstance(error.__context__, FileNotFoundError):
+            raise
         raise ConfigError(
             f"auth.tenant_secret_file: there is no {path}; make it with "
             f"`isthmus key tenant-secret --file {shlex.quote(str(path))}`"
         ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"auth.tenant_secret_file: {path} cannot be read ({error.strerror})"
-        ) from None
-    if not _MIN_BYTES <= len(value) <= _MAX_BYTES:
-        raise ConfigError(
-            f"auth.tenant_secret_file: {path} must hold {_MIN_BYTES} to {_MAX_BYTES} bytes"
-        )
-    return Secret(value)
 
 
 def make_secret(path: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.common.bounded_file import read_bounded
 from services.common.clock import Clock
 from services.common.errors import ConfigError, RequestError, StoreUnavailable
 from services.gateway.namespaces import Namespaces
@@ -99,13 +100,7 @@ class LimitsTable:
 
 def read_tenants(path: Path) -> LimitsTable:
     """Read the file; ConfigError says what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"auth.tenants_file: {path} cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"auth.tenants_file: larger than {_MAX_FILE_BYTES} bytes")
+    data = read_bounded("auth.tenants_file", path, _MAX_FILE_BYTES)
     try:
         return TenantsFile.model_validate(yaml.safe_load(data) or {}).table()
     except ValidationError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 from cryptography import x509
 
+from services.common.bounded_file import read_bounded
 from services.common.clock import Clock
 from services.common.config import TlsSettings
 from services.common.errors import ConfigError
@@ -108,8 +109,8 @@ def pinned_credentials(material: Material) -> grpc.ChannelCredentials:
 
 def read_material(name: str, files: TlsFiles) -> Material:
     """Read and check the files; ConfigError says what is wrong, naming them by their setting."""
-    chain, key = (_read(name, path) for path in (files.cert, files.key))
-    ca = None if files.ca is None else _read(name, files.ca)
+    chain, key = (read_bounded(name, path, _MAX_FILE_BYTES) for path in (files.cert, files.key))
+    ca = None if files.ca is None else read_bounded(name, files.ca, _MAX_FILE_BYTES)
     context = _new_context()
     try:
         # A key with a passphrase must not ask for it on the terminal.
@@ -133,17 +134,6 @@ def _dns_names(leaf: x509.Certificate) -> tuple[str, ...]:
         found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         return tuple(found.value.get_values_for_type(x509.DNSName))
     return ()
-
-
-def _read(name: str, path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{name}: {path} cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{name}: {path} is larger than {_MAX_FILE_BYTES} bytes")
-    return data
 
 
 def _new_context() -> ssl.SSLContext:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common.access import GRPC_POLICY, Access
+from services.common.bounded_file import read_secret
 from services.common.clock import Clock
-from services.common.errors import ConfigError
 from services.common.secret import Secret
 from services.runtime.tls import SAN
 from services.runtime.watched_file import WatchedFile
@@ -21,6 +21,7 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+_TOKEN_SETTING = "worker.metrics_token_file"
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096
 
 # Any: request and response types of whichever RPC.
@@ -70,29 +71,17 @@ def scrape_guard(token_file: str, clock: Clock) -> Callable[[str], bool]:
     if not token_file:
         return lambda _authorization: True
     path = Path(token_file)
-    watched = WatchedFile("worker.metrics_token_file", (path,), lambda: _read_token(path), clock)
+
+    def load() -> Secret:
+        return read_secret(_TOKEN_SETTING, path, _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES)
+
+    watched = WatchedFile(_TOKEN_SETTING, (path,), load, clock)
 
     def may_read(authorization: str) -> bool:
         expected = b"Bearer " + watched.get().reveal()
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), expected)
 
     return may_read
-
-
-def _read_token(path: Path) -> Secret:
-    try:
-        with path.open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(
-            f"worker.metrics_token_file: {path} cannot be read ({error.strerror})"
-        ) from None
-    if not _MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
-        raise ConfigError(
-            f"worker.metrics_token_file: {path} must hold {_MIN_TOKEN_BYTES} to "
-            f"{_MAX_TOKEN_BYTES} bytes"
-        )
-    return Secret(token)
 
 
 def _names_of(context: AnyContext) -> frozenset[str]:
