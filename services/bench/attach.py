@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from services.bench.handoff import NO_VERIFY, SPARE_BLOCKS, percentile, rounds_of
+from services.bench.handoff import NO_VERIFY, SPARE_BLOCKS, rounds_of
 from services.bench.handoff_sink import HandoffFailed, TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
 from services.bench.result import Bar, BenchResult
 from services.common.ids import BlockId
 from services.common.progress import Progress, silent
+from services.common.quantile import nearest_rank
 from services.common.wording import counted
 from services.kv.attached import AttachedKv, PoolBases
 from services.kv.digest import block_digests
@@ -139,7 +140,7 @@ def result_of(measured: Measured, *, num_wrong: int) -> BenchResult:
         prefix = f"{plane}_{policy}_{num_blocks}"
         for kind, times in (("whole", series.whole), ("doorbell", series.doorbell)):
             figures[f"{prefix}_{kind}_p50_ms"] = round(statistics.median(times) * 1e3, 4)
-            figures[f"{prefix}_{kind}_p99_ms"] = round(percentile(times, 0.99) * 1e3, 4)
+            figures[f"{prefix}_{kind}_p99_ms"] = round(nearest_rank(times, 0.99) * 1e3, 4)
         if series.move:
             figures[f"{prefix}_move_us_per_block"] = round(statistics.median(series.move) * 1e6, 1)
     for policy in POLICIES:

@@ -28,6 +28,7 @@ import numpy as np
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchFailed, BenchResult
 from services.common.progress import Progress, silent
+from services.common.quantile import nearest_rank
 from services.pb import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 CALL_TIMEOUT_S = 120.0
@@ -139,13 +140,6 @@ def freed(before: Look | None, after: Sequence[Look], moment: float) -> tuple[fl
     return min(stepped, free_at) - moment, free_at - moment
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of all do not exceed."""
-    ordered = sorted(values)
-    rank = max(0, min(len(ordered) - 1, int(np.ceil(share * len(ordered))) - 1))
-    return ordered[rank]
-
-
 def run(
     model: Path | str,
     *,
@@ -207,9 +201,9 @@ def _measure_cancels(
         for part in ("step_ms", "rest_ms", "total_ms"):
             values = [getattr(one, part) for one in known if one.phase == phase]
             for name, share in (("p50", 0.5), ("p99", 0.99)):
-                figure = round(percentile(values, share), 2) if values else None
+                figure = round(nearest_rank(values, share), 2) if values else None
                 result.figures[f"{phase}_{part.removesuffix('_ms')}_{name}_ms"] = figure
-    rest = percentile([one.rest_ms for one in known], 0.99) if known else FREE_LIMIT_S * 1e3
+    rest = nearest_rank([one.rest_ms for one in known], 0.99) if known else FREE_LIMIT_S * 1e3
     result.bars.append(
         Bar("free after the running step, p99 ms", round(rest, 2), REST_BAR_MS, "<=")
     )

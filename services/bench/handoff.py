@@ -37,6 +37,7 @@ from services.bench.other_systems import MODULES, OtherFailed, OtherSystem, Shap
 from services.bench.raw_zmq import RawZmq
 from services.bench.result import Bar, BenchResult
 from services.common.progress import Progress, silent
+from services.common.quantile import nearest_rank
 from services.common.wording import counted
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig
@@ -323,7 +324,7 @@ def _add(result: BenchResult, name: str, num_blocks: int, series: Series) -> Non
         if times:
             figures[f"{prefix}_{kind}_gb_s"] = _round(size_gb / statistics.median(times))
             figures[f"{prefix}_{kind}_p50_ms"] = _round(statistics.median(times) * 1e3)
-            figures[f"{prefix}_{kind}_p99_ms"] = _round(percentile(times, 0.99) * 1e3)
+            figures[f"{prefix}_{kind}_p99_ms"] = _round(nearest_rank(times, 0.99) * 1e3)
     figures[f"{prefix}_rounds"] = len(series.doorbell)
     figures[f"{prefix}_to_memcpy"] = _round(series.ratio)
     if series.whole:  # nobody asks the processes of what is not ours
@@ -372,12 +373,6 @@ def _bars(measured: Measured) -> list[Bar]:
 
 def _cpu_per_gb(series: Series, num_blocks: int) -> float:
     return series.sender_cpu / (series.num_handoffs * num_blocks * LAYOUT.block_bytes / 1e9)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank: a value that was measured, the largest one when there are few."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
 def _round(value: float) -> float:

@@ -21,13 +21,13 @@ import grpc.aio
 import numpy as np
 import psutil
 
-from services.bench.cancel import percentile
 from services.bench.result import Bar, BenchFailed, BenchResult
 from services.chaos.client import code_of
 from services.chaos.rig import Rig, RigPlan
 from services.chaos.scripted_model import make_scripted_model
 from services.common.model_manifest import read_manifest
 from services.common.progress import Progress, silent
+from services.common.quantile import nearest_rank
 from services.gateway.wire_names import TRAILER_RETRY_AFTER
 from services.pb import inference_pb2, inference_pb2_grpc
 
@@ -228,11 +228,11 @@ def _result(
         ttfts = [c.ttft_s for c in calls if not c.code and c.ttft_s is not None]
         if not ttfts:
             raise BenchFailed(f"{name}: no request was answered: {_codes(calls)}")
-        ttft_p99.append(percentile(ttfts, 0.99))
+        ttft_p99.append(nearest_rank(ttfts, 0.99))
         result.figures |= {
             f"{name}_offered_per_s": round(len(calls) / (arm.seconds * (1 - SETTLE_SHARE)), 2),
             f"{name}_goodput_per_s": round(arm.rate(is_good), 2),
-            f"{name}_ttft_p50_ms": round(percentile(ttfts, 0.5) * 1e3, 1),
+            f"{name}_ttft_p50_ms": round(nearest_rank(ttfts, 0.5) * 1e3, 1),
             f"{name}_ttft_p99_ms": round(ttft_p99[-1] * 1e3, 1),
             f"{name}_refused": sum(c.is_refused for c in calls),
             f"{name}_codes": _codes(calls),
@@ -247,17 +247,17 @@ def _result(
     share = overloaded.rate(is_good) / peak
     result.figures |= {
         "goodput_share_of_peak": round(share, 3),
-        "reject_p50_ms": round(percentile(rejects_ms, 0.5), 2),
-        "reject_p99_ms": round(percentile(rejects_ms, 0.99), 2),
+        "reject_p50_ms": round(nearest_rank(rejects_ms, 0.5), 2),
+        "reject_p99_ms": round(nearest_rank(rejects_ms, 0.99), 2),
         "refused_with_retry_after": len(told),
-        "retry_after_p50_ms": percentile(told, 0.5) if told else None,
+        "retry_after_p50_ms": nearest_rank(told, 0.5) if told else None,
         "ttft_p99_ratio": round(ttft_p99[1] / ttft_p99[0], 3),
         "attempts_per_request": round(1 + retries / max(1, num_sent), 4),
     }
     times = f"{setup.factor:g}x"
     result.bars += [
         Bar(f"goodput at {times} the capacity over the peak", round(share, 3), GOODPUT_BAR, ">="),
-        Bar("refusals, p99 ms", round(percentile(rejects_ms, 0.99), 2), REJECT_BAR_MS, "<="),
+        Bar("refusals, p99 ms", round(nearest_rank(rejects_ms, 0.99), 2), REJECT_BAR_MS, "<="),
         Bar(
             f"TTFT p99 at {times} over that at capacity",
             round(ttft_p99[1] / ttft_p99[0], 3), TTFT_BAR, "<=",

@@ -5,11 +5,11 @@ No prompt and no answer is in any of it.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from services.common.quantile import nearest_rank
 from services.router.api import RequestTiming
 from services.router.legs import CONTINUE, Progress
 from services.router.policy import REMOTE, Decision
@@ -135,12 +135,14 @@ class RecentRequests:
             if report.completion_tokens > 1:
                 answering_us = timing.e2e_us - timing.ttft_us
                 tpots.append(answering_us / 1e6 / (report.completion_tokens - 1))
+        num_requests = len(ttfts)
+        ttfts, tpots = ttfts or [0.0], tpots or [0.0]
         return Latencies(
-            num_requests=len(ttfts),
-            ttft_p50_s=_quantile(ttfts, 0.5),
-            ttft_p99_s=_quantile(ttfts, 0.99),
-            tpot_p50_s=_quantile(tpots, 0.5),
-            tpot_p99_s=_quantile(tpots, 0.99),
+            num_requests=num_requests,
+            ttft_p50_s=nearest_rank(ttfts, 0.5),
+            ttft_p99_s=nearest_rank(ttfts, 0.99),
+            tpot_p50_s=nearest_rank(tpots, 0.5),
+            tpot_p99_s=nearest_rank(tpots, 0.99),
         )
 
 
@@ -200,10 +202,3 @@ def _stage(progress: Progress) -> str:
     if receiver is None:
         return "handoff" if progress.mode == REMOTE else "decode"
     return "handoff" if receiver.is_open and not receiver.has_tokens else "decode"
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Nearest rank."""
-    if not values:
-        return 0.0
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.bench.cancel import Look, freed, percentile
+from services.bench.cancel import Look, freed
 
 
 def _look(at: float, steps: int, *, is_free: bool) -> Look:
@@ -42,8 +42,3 @@ def test_a_worker_without_a_part_in_it_says_nothing() -> None:
     before = _look(9.99, 7, is_free=True)
     assert freed(before, [_look(10.01, 7, is_free=True)], 10.0) is None
     assert freed(before, [], 10.0) is None
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.5, 5), (0.99, 10), (0.0, 1), (1.0, 10)])
-def test_percentiles_are_values_that_occurred(share: float, value: float) -> None:
-    assert percentile([float(v) for v in range(10, 0, -1)], share) == value

@@ -22,14 +22,6 @@ def test_a_slow_moment_of_the_machine_hits_both_sides_of_a_ratio() -> None:
     assert uneven.ratio == pytest.approx(0.75)
 
 
-def test_a_percentile_is_a_value_that_was_measured() -> None:
-    values = [float(i) for i in range(1, 201)]
-    assert bench.percentile(values, 0.99) == 198.0
-    assert bench.percentile(values, 0.5) == 100.0
-    assert bench.percentile([3.0, 1.0], 0.99) == 3.0
-    assert bench.percentile([3.0], 0.01) == 3.0
-
-
 def test_bars_stand_where_the_claims_are_made() -> None:
     measured = {
         ("memfd", 64): _series([1.0], [0.81]),

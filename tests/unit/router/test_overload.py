@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.bench.cancel import percentile
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
+from services.common.quantile import nearest_rank
 from services.registry.base import LoadReport
 from services.registry.cost import Booked
 from services.router.admission import AdmissionConfig
@@ -210,11 +210,11 @@ def goodput(ended: Sequence[Ended], seconds: float = 15.0) -> float:
 
 
 def p99_ttft(ended: Sequence[Ended]) -> float:
-    return percentile([e.ttft_s for e in ended if not e.code], 0.99)
+    return nearest_rank([e.ttft_s for e in ended if not e.code], 0.99)
 
 
 def reject_p99_s(ended: Sequence[Ended]) -> float:
-    return percentile([e.ended_at - e.came_at for e in ended if e.code], 0.99)
+    return nearest_rank([e.ended_at - e.came_at for e in ended if e.code], 0.99)
 
 
 def test_three_times_the_capacity_leaves_the_peak() -> None:
@@ -283,7 +283,7 @@ def test_a_burst_of_ten_times_the_capacity_is_over_when_it_is_over() -> None:
     assert sum(e.is_good for e in burst) >= 0.9 * 5 * CAPACITY
     assert reject_p99_s(burst) <= 0.05
     assert not any(e.code for e in after)
-    assert percentile([e.ttft_s for e in after], 0.5) <= 2 * PROMPT / RATE
+    assert nearest_rank([e.ttft_s for e in after], 0.5) <= 2 * PROMPT / RATE
 
 
 def test_clients_that_try_again_at_once_change_nothing() -> None:
