@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from services.common.ids import WorkerId
 from services.registry.cost import Booked
+from services.registry.reservations import SETTLE_MS
 
-SETTLE_S = 0.15  # a report this much younger than a booking includes it
+SETTLE_S = SETTLE_MS / 1000
 
 
 @dataclass(slots=True, eq=False)
