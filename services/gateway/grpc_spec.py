@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from services.gateway.spec import (
     TokenInput,
 )
 from services.gateway.validate import empty_prompt
+from services.kv.hashing import pack_token_ids
 from services.pb import common_pb2, inference_pb2
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RequestTiming, TextLogprob
 from services.text.template import ChatTurn
@@ -107,11 +108,6 @@ def unpack_ids(raw: bytes, param: str) -> npt.NDArray[np.int64]:
     return np.frombuffer(raw, dtype="<u4").astype(np.int64)
 
 
-def pack_ids(token_ids: Iterable[int]) -> bytes:
-    """Write little-endian uint32 ids."""
-    return np.asarray(list(token_ids), dtype="<u4").tobytes()
-
-
 def delta_frame(delta: ChoiceDelta, *, with_ids: bool) -> inference_pb2.GenerateFrame:
     """Write new output."""
     frame = inference_pb2.GenerateFrame(
@@ -121,7 +117,7 @@ def delta_frame(delta: ChoiceDelta, *, with_ids: bool) -> inference_pb2.Generate
         text=delta.text,
     )
     if with_ids:
-        frame.token_ids = pack_ids(delta.token_ids)
+        frame.token_ids = pack_token_ids(delta.token_ids)
     if delta.logprobs:
         frame.logprobs.extend(_logprob(item) for item in delta.logprobs)
     return frame

@@ -21,7 +21,6 @@ from services.gateway.grpc_spec import (
     chat_input,
     delta_frame,
     end_frame,
-    pack_ids,
     parse_generate,
     unpack_ids,
 )
@@ -39,6 +38,7 @@ from services.gateway.wire_names import (
     SESSION,
     TRACEPARENT,
 )
+from services.kv.hashing import pack_token_ids
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.resilience.tenant_limiter import Verdict
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput
@@ -143,7 +143,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         finally:
             self._record("Tokenize", progress)
-        return inference_pb2.TokenizeResponse(token_ids=pack_ids(ids), count=len(ids))
+        return inference_pb2.TokenizeResponse(token_ids=pack_token_ids(ids), count=len(ids))
 
     async def Detokenize(
         self,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
+from services.kv.hashing import pack_token_ids
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
 from services.router.legs import CONTINUE, PREFILL, WHOLE, Leg, Progress
@@ -20,7 +21,7 @@ from services.router.policy import (
     expected_tokens,
 )
 from services.router.view import LIVE, SUSPECT, WorkerView
-from services.router.wire import WorkHead, build_work, pack_ids
+from services.router.wire import WorkHead, build_work
 
 Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
 
@@ -263,7 +264,7 @@ def _with_tokens_so_far(head: WorkHead, progress: Progress, source: Leg | None) 
     so_far = progress.logical.so_far
     if progress.logical.num_choices > 1:
         return replace(head, resumed=so_far)
-    return replace(head, generated=pack_ids(so_far[0].token_ids) if so_far else b"")
+    return replace(head, generated=pack_token_ids(so_far[0].token_ids) if so_far else b"")
 
 
 def _next_index(progress: Progress, head: WorkHead) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from services.common.errors import ERROR_TABLE, RequestError
@@ -64,7 +63,7 @@ def build_work(
         first_index=head.first_index,
         generated=head.generated,
         resumed=[
-            worker_pb2.ResumedChoice(choice=one.choice, token_ids=pack_ids(one.token_ids))
+            worker_pb2.ResumedChoice(choice=one.choice, token_ids=pack_token_ids(one.token_ids))
             for one in head.resumed
         ],
         max_tokens=call.sampling.max_tokens,
@@ -81,11 +80,6 @@ def build_work(
     else:
         work.whole.SetInParent()
     return work
-
-
-def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Write token ids as little-endian uint32."""
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
