@@ -45,6 +45,7 @@ MAX_BATCH = 16  # decisions of one call: it holds the store for half a milliseco
 LOCAL_FIELDS = 65_536  # prefixes remembered for local mode
 LOCAL_TTL_S = 120
 HOLD_EVERY_S = 20.0  # a third of a reservation's life
+HOLD_LOOK_S = HOLD_EVERY_S / 4
 MAX_ENDS = 4096  # reservations waiting to be released; the rest run out by themselves
 ENDS_A_CALL = 128
 GATHER_ENDS_S = 0.02  # a call costs more than the little that is reserved for too long
@@ -173,15 +174,18 @@ class RouteDesk:
 
     async def keep(self) -> None:
         """Release and hold reservations until cancelled."""
+        hold_at = 0.0  # releases come many times a second, and a look at all that is open is long
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(HOLD_EVERY_S / 4):
+                async with asyncio.timeout(HOLD_LOOK_S):
                     await self._wake.wait()
             self._wake.clear()
             await asyncio.sleep(GATHER_ENDS_S)
             try:
                 await self._release()
-                await self._hold()
+                if self._clock.now() >= hold_at:
+                    await self._hold()
+                    hold_at = self._clock.now() + HOLD_LOOK_S
             except Exception:
                 # The outermost loop: a fault here must not end reservations' upkeep for ever.
                 log.exception("router.reservations_fault")
@@ -299,10 +303,8 @@ class RouteDesk:
             try:
                 await self._reader.release(ends)
             except StoreUnavailable as error:
-                self._around.note_store_call(
-                    "release", started, error
-                )  # they run out by themselves
-                return
+                self._around.note_store_call("release", started, error)
+                return  # they run out by themselves
             self._around.note_store_call("release", started, None)
 
     async def _hold(self) -> None:

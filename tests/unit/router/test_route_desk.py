@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -194,6 +195,33 @@ async def test_a_long_request_keeps_its_reservation() -> None:
         await replicas.desks[0]._hold()
     replicas.reader.twin.reservations.sweep(replicas.clock.now() * 1000)
     assert replicas.open_reservations == 1
+
+
+async def test_reservations_are_held_while_others_end_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ends come many times a second; what is open is looked through once in a while."""
+    replicas = Replicas()
+    desk, held = replicas.desks[0], list[tuple[str, ...]]()
+    hold = replicas.reader.hold
+
+    async def noted(rids: Sequence[str]) -> None:
+        held.append(tuple(rids))
+        await hold(rids)
+
+    monkeypatch.setattr(replicas.reader, "hold", noted)
+    await replicas.route(1)
+    keeper = asyncio.create_task(desk.keep())
+    for number in range(2, 12):
+        replicas.clock.advance(HOLD_EVERY_S / 8)
+        await replicas.route(number)
+        desk.ended(number)
+        await eventually(partial(replicas.reader.released.__contains__, f"1.{number}"))
+        # Nothing but the desk's own task may run the look that is due.
+        await eventually(lambda: bool(held) or replicas.clock.now() < 100 + HOLD_EVERY_S * 1.25)
+    keeper.cancel()
+    await asyncio.gather(keeper, return_exceptions=True)
+    assert held == [("1.1",)]
 
 
 async def test_own_routes_are_remembered_for_local_mode() -> None:
