@@ -16,11 +16,12 @@ from services.cli import exits
 from services.cli.router_options import ApiKey, CaFile, Servers, Tls
 
 if TYPE_CHECKING:
-    from services.cli.routers import Call, Metadata, Reply, Routers
-    from services.pb import admin_pb2, admin_pb2_grpc
+    from services.cli.routers import Reply, Routers, Rpc
+    from services.pb import admin_pb2
 
 DIAGNOSTICS_TIMEOUT_S = 30.0
 
+Ask = TypeVar("Ask")
 Answer = TypeVar("Answer")
 
 app = typer.Typer(
@@ -54,11 +55,7 @@ def requests(context: typer.Context, as_json: AsJson = False) -> int:
     from services.pb import admin_pb2
 
     ask = admin_pb2.ListRequestsRequest()
-    replies = _routers(context).ask_all(
-        lambda stub, metadata, timeout_s: stub.ListRequests(
-            ask, metadata=metadata, timeout=timeout_s
-        )
-    )
+    replies = _ask_all(context, lambda stub: stub.ListRequests, ask)
     answers = [reply.answer for reply in replies if reply.answer is not None]
     if as_json:
         found = [
@@ -84,12 +81,7 @@ def kill(
     from services.pb import admin_pb2
 
     ask = admin_pb2.KillRequestRequest(request_id=request_id)
-    done = _ask_one(
-        context,
-        lambda stub, metadata, timeout_s: stub.KillRequest(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-    )
+    done = _ask_one(context, lambda stub: stub.KillRequest, ask)
     return exits.FAILED if done is None else exits.OK
 
 
@@ -105,13 +97,7 @@ def drain(
     from services.pb import admin_pb2
 
     ask = admin_pb2.DrainWorkerRequest(worker_id=worker_id, wait_ms=round(wait_s * 1000))
-    done = _ask_one(
-        context,
-        lambda stub, metadata, timeout_s: stub.DrainWorker(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-        wait_s,
-    )
+    done = _ask_one(context, lambda stub: stub.DrainWorker, ask, wait_s)
     if done is None:
         return exits.FAILED
     typer.echo(f"{worker_id} drains, {done.requests_open} work items open")
@@ -124,12 +110,7 @@ def undrain(context: typer.Context, worker_id: WorkerId) -> int:
     from services.pb import admin_pb2
 
     ask = admin_pb2.UndrainWorkerRequest(worker_id=worker_id)
-    done = _ask_one(
-        context,
-        lambda stub, metadata, timeout_s: stub.UndrainWorker(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-    )
+    done = _ask_one(context, lambda stub: stub.UndrainWorker, ask)
     return exits.FAILED if done is None else exits.OK
 
 
@@ -148,13 +129,7 @@ def role(
     ask = admin_pb2.SetWorkerRoleRequest(
         worker_id=worker_id, role=pool, drain_ms=max(1, round(wait_s * 1000))
     )
-    done = _ask_one(
-        context,
-        lambda stub, metadata, timeout_s: stub.SetWorkerRole(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-        wait_s,
-    )
+    done = _ask_one(context, lambda stub: stub.SetWorkerRole, ask, wait_s)
     if done is None:
         return exits.FAILED
     typer.echo(f"{worker_id} is a {pool} worker now")
@@ -167,12 +142,7 @@ def flush(context: typer.Context, worker_id: WorkerId) -> int:
     from services.pb import admin_pb2
 
     ask = admin_pb2.FlushCacheRequest(worker_id=worker_id)
-    done = _ask_one(
-        context,
-        lambda stub, metadata, timeout_s: stub.FlushCache(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-    )
+    done = _ask_one(context, lambda stub: stub.FlushCache, ask)
     if done is None:
         return exits.FAILED
     typer.echo(f"{done.blocks_dropped} blocks dropped, {done.blocks_kept} kept for requests")
@@ -192,18 +162,13 @@ def log_level(
 
     ask = admin_pb2.SetLogLevelRequest(level=level, worker_id=worker_id)
 
-    def call(
-        stub: admin_pb2_grpc.AdminStub, metadata: Metadata, timeout_s: float
-    ) -> admin_pb2.SetLogLevelResponse:
-        return stub.SetLogLevel(ask, metadata=metadata, timeout=timeout_s)
-
     if worker_id:
-        answer = _ask_one(context, call)
+        answer = _ask_one(context, lambda stub: stub.SetLogLevel, ask)
         if answer is None:
             return exits.FAILED
         typer.echo(f"{worker_id}: {level}, was {answer.previous}")
         return exits.OK
-    replies = _routers(context).ask_all(call)
+    replies = _ask_all(context, lambda stub: stub.SetLogLevel, ask)
     for reply in replies:
         if reply.answer is not None:
             typer.echo(f"{reply.server}: {level}, was {reply.answer.previous}")
@@ -219,12 +184,7 @@ def bundle(
     from services.pb import admin_pb2
 
     ask = admin_pb2.DiagnosticsRequest()
-    replies = _routers(context).ask_all(
-        lambda stub, metadata, timeout_s: stub.Diagnostics(
-            ask, metadata=metadata, timeout=timeout_s
-        ),
-        DIAGNOSTICS_TIMEOUT_S,
-    )
+    replies = _ask_all(context, lambda stub: stub.Diagnostics, ask, DIAGNOSTICS_TIMEOUT_S)
     files = {
         f"{reply.server.replace('/', '_')}/{found.name}": found.content
         for reply in replies
@@ -253,9 +213,7 @@ def show_traffic(context: typer.Context) -> int:
     from services.pb import admin_pb2
 
     ask = admin_pb2.GetTrafficRequest()
-    replies = _routers(context).ask_all(
-        lambda stub, metadata, timeout_s: stub.GetTraffic(ask, metadata=metadata, timeout=timeout_s)
-    )
+    replies = _ask_all(context, lambda stub: stub.GetTraffic, ask)
     for reply in replies:
         if reply.answer is None:
             continue
@@ -285,9 +243,7 @@ def set_traffic(
             typer.echo(f"isthmus: {file} cannot be read ({reason})", err=True)
             return exits.USAGE
     ask = admin_pb2.SetTrafficRequest(table=text)
-    replies = _routers(context).ask_all(
-        lambda stub, metadata, timeout_s: stub.SetTraffic(ask, metadata=metadata, timeout=timeout_s)
-    )
+    replies = _ask_all(context, lambda stub: stub.SetTraffic, ask)
     return _status_of(replies)
 
 
@@ -313,11 +269,22 @@ def _routers(context: typer.Context) -> Routers:
     return context.obj
 
 
-def _ask_one(context: typer.Context, call: Call[Answer], extra_s: float = 0.0) -> Answer | None:
-    """Ask the routers for the one that knows; say why there is no answer."""
-    from services.cli.routers import TIMEOUT_S, complain
+def _ask_all(
+    context: typer.Context, rpc: Rpc[Ask, Answer], ask: Ask, timeout_s: float = 0.0
+) -> list[Reply[Answer]]:
+    """Ask every router; `timeout_s` 0 = as long as usual."""
+    from services.cli.routers import TIMEOUT_S, calling
 
-    reply = _routers(context).ask_until(call, 3 * TIMEOUT_S + extra_s)
+    return _routers(context).ask_all(calling(rpc, ask), timeout_s or TIMEOUT_S)
+
+
+def _ask_one(
+    context: typer.Context, rpc: Rpc[Ask, Answer], ask: Ask, extra_s: float = 0.0
+) -> Answer | None:
+    """Ask the routers for the one that knows; say why there is no answer."""
+    from services.cli.routers import TIMEOUT_S, calling, complain
+
+    reply = _routers(context).ask_until(calling(rpc, ask), 3 * TIMEOUT_S + extra_s)
     if reply.answer is None and reply.is_not_found:
         complain(reply)
     return reply.answer

@@ -31,16 +31,12 @@ def explain(
     """Tell why a request ran where it did and where its time went; needs the scope admin."""
     from google.protobuf.json_format import MessageToDict
 
-    from services.cli.routers import Routers, complain
+    from services.cli.routers import Routers, calling, complain
     from services.pb import admin_pb2
 
     routers = Routers.of(server, api_key, tls, ca_file)
     ask = admin_pb2.ExplainRequestRequest(request_id=request_id)
-    reply = routers.ask_until(
-        lambda stub, metadata, timeout_s: stub.ExplainRequest(
-            ask, metadata=metadata, timeout=timeout_s
-        )
-    )
+    reply = routers.ask_until(calling(lambda stub: stub.ExplainRequest, ask))
     if reply.answer is None:
         if reply.is_not_found:
             complain(reply)

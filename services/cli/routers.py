@@ -19,10 +19,17 @@ TIMEOUT_S = 5.0
 _TRIES_A_PROCESS = 8  # one in a few thousand is missed
 _NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
+Ask = TypeVar("Ask")
 Answer = TypeVar("Answer")
 Metadata = tuple[tuple[str, str], ...]
 # One RPC: the stub, what to send along, and how long it may take.
 Call = Callable[[admin_pb2_grpc.AdminStub, Metadata, float], Answer]
+Rpc = Callable[[admin_pb2_grpc.AdminStub], "grpc.UnaryUnaryMultiCallable[Ask, Answer]"]
+
+
+def calling(rpc: Rpc[Ask, Answer], ask: Ask) -> Call[Answer]:
+    """Make a call of an RPC with what it asks."""
+    return lambda stub, metadata, timeout_s: rpc(stub)(ask, metadata=metadata, timeout=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,18 +98,14 @@ def _frames(
     routers: Routers, interval_s: float, count: int
 ) -> Iterator[tuple[list[RouterRow], list[WorkerRow]]]:
     """Look, compare with the look before, wait."""
-    from services.cli.routers import complain
+    from services.cli.routers import calling, complain
     from services.pb import admin_pb2
 
     ask = admin_pb2.ClusterStatusRequest()
     before: Statuses = {}
     number = 0
     while True:
-        replies = routers.ask_all(
-            lambda stub, metadata, timeout_s: stub.ClusterStatus(
-                ask, metadata=metadata, timeout=timeout_s
-            )
-        )
+        replies = routers.ask_all(calling(lambda stub: stub.ClusterStatus, ask))
         for reply in replies:
             complain(reply)
         now = {reply.server: reply.answer for reply in replies if reply.answer is not None}
