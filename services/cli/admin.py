@@ -50,22 +50,14 @@ def options(
 @app.command("requests")
 def requests(context: typer.Context, as_json: AsJson = False) -> int:
     """List the requests that run now, of all routers; no prompts, no answers."""
-    from google.protobuf.json_format import MessageToDict
-
+    from services.cli.client import message_fields
     from services.pb import admin_pb2
 
     ask = admin_pb2.ListRequestsRequest()
     replies = _ask_all(context, lambda stub: stub.ListRequests, ask)
     answers = [reply.answer for reply in replies if reply.answer is not None]
     if as_json:
-        found = [
-            MessageToDict(
-                answer,
-                preserving_proto_field_name=True,
-                always_print_fields_with_no_presence=True,
-            )
-            for answer in answers
-        ]
+        found = [message_fields(answer) for answer in answers]
         typer.echo(json.dumps(found, indent=2))
     else:
         _print_requests(answers)

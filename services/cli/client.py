@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from services.cli import exits
 from services.cli.router_options import KEY_VARIABLE
@@ -99,4 +101,11 @@ def _has_own_code(error: grpc.Call, details: str) -> bool:
     return any(
         key == _TRAILER_CODE and isinstance(value, str) and details.startswith(f"{value}: ")
         for key, value in trailers
+    )
+
+
+def message_fields(message: Message) -> dict[str, object]:
+    """Return a message for JSON: names as in the protos, and zeros written out."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -29,8 +29,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Tell why a request ran where it did and where its time went; needs the scope admin."""
-    from google.protobuf.json_format import MessageToDict
-
+    from services.cli.client import message_fields
     from services.cli.routers import Routers, calling, complain
     from services.pb import admin_pb2
 
@@ -42,11 +41,7 @@ def explain(
             complain(reply)
         return exits.FAILED
     if as_json:
-        found = MessageToDict(
-            reply.answer,
-            preserving_proto_field_name=True,
-            always_print_fields_with_no_presence=True,
-        )
+        found = message_fields(reply.answer)
         typer.echo(json.dumps(found, indent=2))
     else:
         typer.echo("\n".join(explain_lines(reply.answer)))

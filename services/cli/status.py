@@ -108,22 +108,14 @@ def _answer_of(call: grpc.Future[worker_pb2.StatusResponse]) -> Answer:
 # Any: the result is JSON.
 def to_json(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) -> dict[str, Any]:
     """One object for scripts."""
-    from google.protobuf.json_format import MessageToDict
+    from services.cli.client import message_fields
 
     workers = []
     for view in cluster.workers:
-        entry = MessageToDict(
-            view, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
+        entry = message_fields(view)
         answer = own[view.worker_id]
         entry["worker_error"] = answer if isinstance(answer, str) else None
-        entry["worker"] = (
-            None
-            if isinstance(answer, str)
-            else MessageToDict(
-                answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-        )
+        entry["worker"] = None if isinstance(answer, str) else message_fields(answer)
         workers.append(entry)
     return {
         "router_id": cluster.router_id,
