@@ -149,8 +149,8 @@ class _Process:
         except queue.Empty:
             raise OtherFailed(f"nothing within {timeout_s:g} s") from None
         if not line:
-            status = self._process.wait(STOP_TIMEOUT_S)
-            raise OtherFailed(f"its process ended with {status}")
+            wait_or_kill(self._process, STOP_TIMEOUT_S)
+            raise OtherFailed(f"its process ended with {self._process.returncode}")
         words: list[str] = json.loads(line.removeprefix(_SAYS))
         if words[:1] == ["failed"]:
             raise OtherFailed(words[1])

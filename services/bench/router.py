@@ -31,6 +31,7 @@ from services.common.model_manifest import read_manifest
 from services.common.progress import Progress, silent
 from services.gateway.keys import create_key
 from services.gateway.namespaces import make_secret
+from services.runtime.process import wait_or_kill
 
 SHORT_PROMPT, LONG_PROMPT = 1_100, 16_000
 CASES = ("idle", "requests", "text", "long", "grpc", "sse")
@@ -312,11 +313,8 @@ def bare_server(
         yield Target(f"{HOST}:{port}", f"{HOST}:{port}", process.pid)
     finally:
         process.stdin.close()
-        try:
-            process.wait(START_TIMEOUT_S)
-        finally:
-            process.kill()
-            process.stdout.close()
+        wait_or_kill(process, START_TIMEOUT_S)
+        process.stdout.close()
 
 
 def measure(order: LoadOrder, pid: int) -> Measured:

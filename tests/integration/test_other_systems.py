@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.bench import handoff as bench
+from services.bench import other_systems
 from services.bench.handoff import Measured, Series
 from services.bench.other_systems import OtherFailed, OtherSystem, Shape, is_installed
 
@@ -17,7 +18,7 @@ SHAPE = Shape(num_blocks=8, block_bytes=64, dest_ids=(5, 0, 3), source_ids=(1, 7
 
 # It has the interface the benchmark uses, and moves memory through a file.
 STUB = """
-import ctypes, os, sys
+import ctypes, os, sys, time
 
 BEHAVIOUR = {behaviour!r}
 print("NIXL INFO: a line of its own", end="")
@@ -60,6 +61,9 @@ class nixl_agent:
         self.pulls += 1
         if BEHAVIOUR == "dies" and self.pulls > 1:
             os.kill(os.getpid(), 11)
+        if BEHAVIOUR == "falls silent" and self.pulls > 1:
+            os.close(1)
+            time.sleep(600)
         memory = open(path, "rb").read()
         for (to, size, _), (come, _, _) in zip(ours, theirs):
             at = come - int(base) + (size if BEHAVIOUR == "wrong" else 0)
@@ -104,11 +108,15 @@ def test_what_is_installed_is_measured() -> None:
         ("wrong", "what arrived is not what was there"),
         ("fails", "a transfer ended as ERR"),
         ("dies", "its process ended with -11"),
+        ("falls silent", "its process ended with -9"),
     ],
     indirect=["stub"],
 )
 @pytest.mark.usefixtures("stub")
-def test_what_fails_is_told_and_ends_nothing_else(why: str) -> None:
+def test_what_fails_is_told_and_ends_nothing_else(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_systems, "STOP_TIMEOUT_S", 1.0)
     with ExitStack() as stack:
         others = bench._Others(stack, SHAPE)
         measured: Measured = {("nixl", 1): Series(), ("memfd", 1): Series()}
