@@ -270,19 +270,21 @@ class Router:
         """Look up, decide and send the first work item."""
         progress, desk = request.progress, self._cluster.desk
         progress.route_began = self._clock.now()
+        request.when_settled = partial(self._gate.leave, progress)
         # What this router knows of prefixes is enough to guess at; the store reserves, so it is
         # asked for those only that start now.
-        progress.depth = desk.local_depth(progress.hashes)
-        request.when_settled = partial(self._gate.leave, progress)
-        await self._gate.enter(progress)
+        known = partial(desk.local_depth, progress.hashes)
+        await self._gate.enter(progress, known)
         if request.is_settled:
             return  # an operator ended it, its deadline passed, or the router stops
         route = await desk.route(progress.facts, progress.hashes, progress.number)
         if request.is_settled:
             desk.ended(progress.number)
             return
-        progress.decided = route.decision if route is not None else None
-        progress.depth = route.depth if route is not None else progress.depth
+        if route is None:
+            progress.depth = known()
+        else:
+            progress.decided, progress.depth = route.decision, route.depth
         self._conductor.begin(request)
         self._gate.sent(progress)
         if progress.legs:

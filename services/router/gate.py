@@ -7,11 +7,12 @@ start, when it must make room for another, or when it is too late; its own task 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from services.common.clock import Clock
 from services.common.errors import RequestError
+from services.common.ids import WorkerId
 from services.resilience.fair_queue import FairQueue, Waiting
 from services.router.admission import (
     REFUSE,
@@ -145,8 +146,14 @@ class Gate:
 
     # -- a request's way ---------------------------------------------------------------------
 
-    async def enter(self, progress: Progress) -> None:
-        """Return when the request may start; its hints are known.
+    async def enter(
+        self, progress: Progress, hints: Callable[[], Mapping[WorkerId, int]] = dict
+    ) -> None:
+        """Return when the request may start.
+
+        Args:
+            hints: who holds how much of the prompt, as far as is known without asking the store;
+                asked only where the start depends on it.
 
         Raises:
             RequestError: overloaded, with a time to come back; deadline_exceeded.
@@ -155,6 +162,7 @@ class Gate:
         wish = _wish(progress.call, self._config, self._clock.now())
         if self._starts_anywhere(progress, wish, view):
             return
+        progress.depth = hints()
         try:
             decision = self._choose(progress, view)
         except RequestError:

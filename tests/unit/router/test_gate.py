@@ -117,6 +117,28 @@ async def test_requests_start_while_workers_have_room() -> None:
     rig.gate.check_integrity()
 
 
+async def test_hints_are_looked_up_only_for_requests_whose_start_depends_on_them() -> None:
+    rig, asked = Rig(), list[Progress]()
+    holder = rig.workers[0].worker_id
+
+    async def enter(progress: Progress) -> None:
+        def hints() -> dict[WorkerId, int]:
+            asked.append(progress)
+            return {holder: 1}
+
+        await rig.gate.enter(progress, hints)
+
+    free, hurried = rig.progress("free"), rig.progress("hurried", slo_ttft_ms=60_000)
+    await enter(free)
+    assert asked == []
+    await enter(hurried)
+    assert asked == [hurried]
+    assert hurried.depth == {holder: 1}
+    for progress in (free, hurried):
+        rig.gate.ended(progress)
+    rig.gate.check_integrity()
+
+
 async def test_requests_wait_for_room_and_start_in_order() -> None:
     rig = Rig()
     rig.set_loads(FULL)
