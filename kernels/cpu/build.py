@@ -22,7 +22,10 @@ OPS, KV_BLOCKS = "isthmus_cpu", "isthmus_kv"  # libraries, one C file each
 COMPILE_TIMEOUT_S = 180.0
 MAX_KEPT_BUILDS = 16  # other checkouts and machines that share the cache keep theirs for a while
 
-_BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast")
+_BASE_FLAGS = (
+    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread"),
+    *("-fvisibility=hidden", "-ffp-contract=fast"),
+)
 # Best first; a compiler that refuses one set is asked for the next.
 _FLAG_SETS = {
     OPS: (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ()),

@@ -1,6 +1,8 @@
 /* KV blocks: digests, and many copies out of a pool, without torch and OpenMP.
  *
  * Called with the interpreter's lock released, so a pull costs one lock hand-over, not one a block. */
+#include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,6 +20,7 @@
 #define STREAM_MIN_BYTES (4L << 20)
 #define LINE 64
 #define MAX_HEADS 256 /* also in kv_blocks.py */
+#define MAX_THREADS 16 /* of one copy */
 #define AHEAD (64 * LINE) /* a prefetch beyond the pool is no fault */
 #define TOGETHER 10 /* pieces, and what is copied of each in its turn: measured, with little between */
 #define TURN (2 * LINE)
@@ -117,26 +120,78 @@ EXPORT void isthmus_block_digests(const digest_plan *plan, const uint8_t *block,
     }
 }
 
-/* Copy `count` blocks; good[i] says that the generation was wanted[i], even, before and after.
- *
- * The acquire load keeps the copy behind it, the fence keeps the second load behind the copy, on
+typedef struct {
+    const pool_pieces *from;
+    const uint64_t *gens;
+    uint8_t *to;
+    int64_t count;
+    const int64_t *from_rows, *to_rows;
+    const uint64_t *wanted;
+    uint8_t *good;
+    const digest_plan *plan; /* or none: nothing is digested */
+    uint64_t *digests;
+    int streams;
+    _Atomic int64_t next; /* not taken by any thread yet */
+} pull_job;
+
+/* The acquire load keeps the copy behind it, the fence keeps the second load behind the copy, on
  * every architecture; a writer makes the generation odd before it touches the block. */
-EXPORT void isthmus_pull_blocks(const pool_pieces *from, const uint64_t *gens, uint8_t *to,
-                                int64_t count, const int64_t *from_rows, const int64_t *to_rows,
-                                const uint64_t *wanted, uint8_t *good) {
-    int64_t block_bytes = from->num_pieces * from->piece_bytes;
-    int streams = count * block_bytes >= STREAM_MIN_BYTES;
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t before = gen_of(gens, from_rows[i], memory_order_acquire);
-        good[i] = before == wanted[i] && before % 2 == 0;
-        if (!good[i]) continue;
-        copy_block(to + to_rows[i] * block_bytes, from, from_rows[i], streams);
-        atomic_thread_fence(memory_order_acquire);
-        good[i] = gen_of(gens, from_rows[i], memory_order_relaxed) == before;
+static void pull_block(pull_job *job, int64_t i) {
+    int64_t row = job->from_rows[i], block_bytes = job->from->num_pieces * job->from->piece_bytes;
+    uint64_t before = gen_of(job->gens, row, memory_order_acquire);
+    job->good[i] = before == job->wanted[i] && before % 2 == 0;
+    if (!job->good[i]) return;
+    uint8_t *to = job->to + job->to_rows[i] * block_bytes;
+    copy_block(to, job->from, row, job->streams);
+    atomic_thread_fence(memory_order_acquire);
+    job->good[i] = gen_of(job->gens, row, memory_order_relaxed) == before;
+    if (job->plan && job->good[i])
+        isthmus_block_digests(job->plan, to, job->digests + i * job->plan->num_heads * job->plan->num_groups);
+}
+
+/* Block by block, so that a thread that gets no core holds up one block and not its share. */
+static void *pull_until_done(void *argument) {
+    pull_job *job = argument;
+    for (;;) {
+        int64_t i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+        if (i >= job->count) break;
+        pull_block(job, i);
     }
 #if defined(__x86_64__)
-    if (streams) _mm_sfence(); /* streamed stores are not ordered with what wakes the reader */
+    _mm_sfence(); /* streamed stores are not ordered with what wakes the reader */
 #endif
+    return NULL;
+}
+
+/* Start up to `wanted` threads, which handle no signals; fewer where the system gives no more. */
+static int start_threads(pthread_t *threads, int wanted, pull_job *job) {
+    sigset_t all, before;
+    int started = 0;
+    sigfillset(&all);
+    if (wanted <= 0 || pthread_sigmask(SIG_SETMASK, &all, &before)) return 0;
+    while (started < wanted && !pthread_create(&threads[started], NULL, pull_until_done, job))
+        started++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return started;
+}
+
+/* Copy `count` blocks; good[i] says that the generation was wanted[i], even, before and after.
+ *
+ * With a plan, digests[i] are those of what was written; then the copy goes through the caches, where
+ * it is read again. Where a core alone does not fill the memory's bandwidth, `num_threads` share a
+ * long copy. They live for one call: starting one takes a fiftieth of what it copies. */
+EXPORT void isthmus_pull_blocks(const pool_pieces *from, const uint64_t *gens, uint8_t *to,
+                                int64_t count, const int64_t *from_rows, const int64_t *to_rows,
+                                const uint64_t *wanted, uint8_t *good, const digest_plan *plan,
+                                uint64_t *digests, int64_t num_threads) {
+    int is_long = count * from->num_pieces * from->piece_bytes >= STREAM_MIN_BYTES;
+    pull_job job = {from,   gens, to,      count,            from_rows, to_rows, wanted,
+                    good,   plan, digests, is_long && !plan, 0};
+    pthread_t threads[MAX_THREADS];
+    int64_t others = (num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1;
+    int started = start_threads(threads, is_long && others < count ? (int)others : 0, &job);
+    pull_until_done(&job);
+    while (started > 0) pthread_join(threads[--started], NULL);
 }
 
 /* Put `count` blocks of our own, which nobody writes, side by side. Not around the caches: they are

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,12 +66,48 @@ class DigestPlan:
         self.is_possible = is_striped and num_heads <= _MAX_HEADS
 
 
+@dataclass(frozen=True, slots=True)
+class PullJob:
+    """Blocks to copy out of a peer's pool, under their generations.
+
+    Args:
+        pieces: the peer's blocks, `[num_blocks, num_pieces, piece_bytes]`, by any strides of the
+            first two.
+        gens: the generations of all of them.
+        source_rows: which of them to copy; `wanted_gens` are theirs.
+        dest: `[num_blocks, num_pieces * piece_bytes]`; `dest_rows` of it are written.
+
+    Raises:
+        ValueError: shapes do not fit together, or a row is outside its pool.
+    """
+
+    pieces: npt.NDArray[np.uint8]
+    gens: npt.NDArray[np.uint64]
+    source_rows: npt.NDArray[np.int64]
+    wanted_gens: npt.NDArray[np.uint64]
+    dest: npt.NDArray[np.uint8]
+    dest_rows: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        _check(self.pieces, self.dest)
+        if not (self.gens.flags.c_contiguous and len(self.gens) == len(self.pieces)):
+            raise ValueError("as many generations as blocks are needed, in a row")
+        lists = (self.source_rows, self.wanted_gens, self.dest_rows)
+        if len({len(values) for values in lists}) > 1:
+            raise ValueError("as many rows and generations on both sides are needed")
+        if not all(values.flags.c_contiguous for values in lists):
+            raise ValueError("rows and generations have to lie in a row")
+        if len(self.dest_rows):
+            _check_rows(self.source_rows, len(self.pieces))
+            _check_rows(self.dest_rows, len(self.dest))
+
+
 class KvBlocks:
     """The functions of the library; every call runs without the interpreter's lock."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._pull = handle.isthmus_pull_blocks
-        self._pull.argtypes = (_POINTER, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)
+        self._pull.argtypes = (_POINTER, *[c_void_p] * 2, c_int64, *[c_void_p] * 6, c_int64)
         self._pull.restype = None
         self._gather = handle.isthmus_gather_blocks
         self._gather.argtypes = (_POINTER, c_void_p, c_int64, c_void_p)
@@ -89,46 +126,50 @@ class KvBlocks:
         self._digests(plan.structure, block.ctypes.data, found.ctypes.data)
         return found
 
-    def pull(
-        self,
-        source: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]],
-        source_rows: npt.NDArray[np.int64],
-        wanted_gens: npt.NDArray[np.uint64],
-        dest: npt.NDArray[np.uint8],
-        dest_rows: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.bool_]:
+    def pull(self, job: PullJob, num_threads: int = 1) -> npt.NDArray[np.bool_]:
         """Copy blocks; True for those whose generation was the wanted one and even throughout.
 
         Args:
-            source: the peer's blocks in pieces, `[num_blocks, num_pieces, piece_bytes]`, by any
-                strides of the first two, and generations `[num_blocks]`.
-            dest: `[num_blocks, num_pieces * piece_bytes]`.
+            job: what to copy, and where to.
+            num_threads: that share the copy where it is long enough.
+        """
+        return self._run(job, num_threads, None, np.empty(0, np.uint64))
+
+    def pull_with_digests(
+        self, job: PullJob, plan: DigestPlan, num_threads: int = 1
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+        """Do the same, and digest what was written while it is in a cache.
+
+        Returns:
+            Which blocks are good, and digests `[num_blocks, num_digests]` of those.
 
         Raises:
-            ValueError: shapes do not fit together, or a row is outside its pool.
+            ValueError: the plan is not for these blocks.
         """
-        pieces, gens = source
-        count = len(source_rows)
-        _check(pieces, dest)
-        if not (gens.flags.c_contiguous and len(gens) == len(pieces)):
-            raise ValueError("as many generations as blocks are needed, in a row")
-        if not (len(wanted_gens) == len(dest_rows) == count):
-            raise ValueError("as many rows and generations on both sides are needed")
-        if count == 0:
-            return np.empty(0, bool)
-        _check_rows(source_rows, len(pieces))
-        _check_rows(dest_rows, len(dest))
+        if not plan.is_possible or plan.block_bytes != job.dest.shape[1]:
+            raise ValueError("the digests of these blocks are not for the library")
+        digests = np.zeros((len(job.dest_rows), plan.num_digests), np.uint64)
+        return self._run(job, num_threads, ctypes.addressof(plan.structure), digests), digests
+
+    def _run(
+        self, job: PullJob, num_threads: int, plan: int | None, digests: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
+        count = len(job.dest_rows)
         good = np.empty(count, np.uint8)
-        self._pull(
-            _structure(pieces),
-            gens.ctypes.data,
-            dest.ctypes.data,
-            count,
-            np.ascontiguousarray(source_rows).ctypes.data,
-            np.ascontiguousarray(dest_rows).ctypes.data,
-            np.ascontiguousarray(wanted_gens).ctypes.data,
-            good.ctypes.data,
-        )
+        if count:
+            self._pull(
+                _structure(job.pieces),
+                job.gens.ctypes.data,
+                job.dest.ctypes.data,
+                count,
+                job.source_rows.ctypes.data,
+                job.dest_rows.ctypes.data,
+                job.wanted_gens.ctypes.data,
+                good.ctypes.data,
+                plan,
+                digests.ctypes.data,
+                num_threads,
+            )
         return good.view(bool)
 
     def gather(

@@ -259,6 +259,12 @@ class TransferSettings(Section):
         public=True,
         pattern=r"^(always|sampled:[1-9][0-9]{0,5})$",
     )
+    copy_threads: int = setting(
+        0,
+        "threads that share a long copy out of a peer's memory; 0 = one a core, up to four",
+        ge=0,
+        le=16,
+    )
     single_shot: bool = setting(
         True,
         "announce the KV of a short prompt at its end where announcing it chunk by chunk would "

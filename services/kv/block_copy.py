@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.cpu import kv_blocks
+from services.kv.digest import digest_plan
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 
@@ -53,22 +54,50 @@ def pull_blocks(
     dest: npt.NDArray[np.uint8],
     dest_blocks: Sequence[int],
     part: KvLayout | None = None,
+    *,
+    num_threads: int = 1,
 ) -> list[bool]:
     """Copy blocks; True for those whose generation was the one in `gens`, even, before and after.
 
     Args:
         dest: `[num_blocks, block_bytes]`, a pool; `dest_blocks` are rows of it.
         part: layers and heads to copy of each; `dest` is as wide as that.
+        num_threads: that may share a long copy.
     """
     rows = np.array(source_blocks, dtype=np.int64)
     wanted = np.array(gens, dtype=np.uint64)
     library, _ = kv_blocks.available()
     if library is not None:
-        pool = (source.pieces(part), source.gens)
         to = np.array(dest_blocks, dtype=np.int64)
-        good: list[bool] = library.pull(pool, rows, wanted, dest, to).tolist()
+        job = kv_blocks.PullJob(source.pieces(part), source.gens, rows, wanted, dest, to)
+        good: list[bool] = library.pull(job, num_threads).tolist()
         return good
     return pull_with_numpy(source, rows, wanted, dest, dest_blocks, part)
+
+
+def pull_with_digests(
+    source: KvPoolMemory,
+    source_blocks: Sequence[int],
+    gens: Sequence[int],
+    dest: KvPoolMemory,
+    dest_blocks: Sequence[int],
+    *,
+    num_threads: int = 1,
+) -> tuple[list[bool], npt.NDArray[np.uint64]] | None:
+    """Do the same with whole blocks and digest what was written; None where the library cannot.
+
+    Returns:
+        Which are stable, and digests `[len(dest_blocks), digests_per_block]` of those.
+    """
+    library, _ = kv_blocks.available()
+    plan = digest_plan(dest.layout)
+    if library is None or plan is None:
+        return None
+    rows, to = np.array(source_blocks, np.int64), np.array(dest_blocks, np.int64)
+    wanted = np.array(gens, np.uint64)
+    job = kv_blocks.PullJob(source.pieces(), source.gens, rows, wanted, dest.blocks, to)
+    good, digests = library.pull_with_digests(job, plan, num_threads)
+    return good.tolist(), digests
 
 
 def pull_with_numpy(

@@ -27,7 +27,7 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
         digests of a head range are one slice. Scales of int8 values count with their values.
     """
     library, _ = kv_blocks.available()
-    plan = _plan(layout) if library is not None else None
+    plan = digest_plan(layout) if library is not None else None
     if library is not None and plan is not None and block.flags.c_contiguous:
         return library.digests(plan, block)
     # One copy with the head outermost makes every (head, layer range) contiguous.
@@ -43,7 +43,7 @@ def block_digests(layout: KvLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(layout: KvLayout) -> kv_blocks.DigestPlan | None:
+def digest_plan(layout: KvLayout) -> kv_blocks.DigestPlan | None:
     """Return how the library digests blocks of this layout, if it can."""
     if layout.has_scales:
         return None  # scales behind the values

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from services.common.ids import BlockId
-from services.kv.block_copy import CopyBlocks, CopyParts, are_stable, pull_blocks
+from services.kv.block_copy import (
+    CopyBlocks,
+    CopyParts,
+    are_stable,
+    pull_blocks,
+    pull_with_digests,
+)
 from services.kv.block_table import MAX_POOL_BLOCKS
 from services.kv.digest import block_digests, tail_digest
 from services.kv.layout import KvLayout
@@ -30,12 +37,19 @@ class BlockWriter:
         memory: KvPoolMemory,
         layout: KvLayout,
         digest_sampling: int,
-        copy: CopyParts = pull_blocks,
+        copy: CopyParts | None = None,
+        num_threads: int = 1,
     ) -> None:
+        """Args:
+        copy: what copies parts of blocks out of a peer's pool; None is the plain way.
+        num_threads: that share long copies the plain way.
+        """
         self._memory = memory
         self._layout = layout
         self._digest_sampling = digest_sampling
-        self._copy = copy
+        self._is_plain = copy is None
+        self._copy = copy or functools.partial(pull_blocks, num_threads=num_threads)
+        self._num_threads = num_threads
         self._num_pulled = 0
 
     def receive(
@@ -67,6 +81,10 @@ class BlockWriter:
         by = copy or self._copy
         if self._digest_sampling > 1:
             return self._pull(machine, pool, pulls, by)
+        if copy is None and self._is_plain:
+            verdicts = self._pull_digested(machine, pool, pulls)
+            if verdicts is not None:
+                return verdicts
         # A few at a time: what was copied is read again at once, while it is in the cache.
         few = max(1, _IN_CACHE_BYTES // self._layout.block_bytes)
         parts = (pulls[at : at + few] for at in range(0, len(pulls), few))
@@ -98,6 +116,36 @@ class BlockWriter:
             else:
                 verdicts.append(self._judge(machine, pull.index, pull.dest))
         self._store_all(machine, unverified)
+        return verdicts
+
+    def _pull_digested(
+        self, machine: ReceiverTransfer, pool: KvPoolMemory, pulls: Sequence[Pull]
+    ) -> list[str | None] | None:
+        """Copy and verify all in one call of the library, if it can."""
+        found = pull_with_digests(
+            pool,
+            [pull.source_block for pull in pulls],
+            [pull.gen for pull in pulls],
+            self._memory,
+            [pull.dest for pull in pulls],
+            num_threads=self._num_threads,
+        )
+        if found is None:
+            return None
+        verdicts: list[str | None] = []
+        right: list[Pull] = []
+        for pull, is_good, digests in zip(pulls, *found, strict=True):
+            self._num_pulled += is_good
+            if not is_good:
+                verdicts.append(BAD_GENERATION)
+            elif pull.index == machine.num_blocks:  # the tail, of which a part counts
+                verdicts.append(self._judge(machine, pull.index, pull.dest))
+            elif digests.tobytes() != machine.digests_of(pull.index).tobytes():
+                verdicts.append(BAD_DIGEST)
+            else:
+                verdicts.append(None)
+                right.append(pull)
+        self._store_all(machine, right)
         return verdicts
 
     def verify_in_place(

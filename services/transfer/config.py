@@ -13,6 +13,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 MAX_DATA_MESSAGE_BYTES = 4 * MIB
+MAX_COPY_THREADS = 4  # by default; measured on two, more wait for the same memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class TransferConfig:
     max_nacks: int = 2  # resends of one block
     wire_dtype: str = AS_STORED  # KV on zmq links; "int8" and "bfloat16" round, and are smaller
     single_shot: bool = True  # announce short prompts at their end where that costs less
+    copy_threads: int = 0  # of one long copy over memfd; 0 = one a core, up to MAX_COPY_THREADS
     verify_digest: str = "always"  # or "sampled:N": every Nth block; only memfd ever samples
     attach_max_s: float = 60.0  # blocks read in a peer's pool are asked home after this
     attach_pin_share: float = 0.5  # of a pool that readers in place may hold together
@@ -75,6 +77,8 @@ class TransferConfig:
         for name in positive.split():
             if getattr(self, name) <= 0:
                 raise ConfigError(f"transfer.{name}: must be more than zero")
+        if not 0 <= self.copy_threads <= 16:
+            raise ConfigError("transfer.copy_threads: must be 0 to 16")
         _ = self.digest_sampling  # raises on a wrong text
 
     @property

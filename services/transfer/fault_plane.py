@@ -54,10 +54,10 @@ def open_bell(bell: Doorbell, dealer: DealerLink) -> Doorbell:
     return FaultyDoorbell(bell, dealer) if isinstance(dealer, FaultyDealer) else bell
 
 
-def open_copier(config: TransferConfig) -> CopyParts:
-    """Return what copies blocks out of a mapped pool; with a script, through its faults."""
+def open_copier(config: TransferConfig) -> CopyParts | None:
+    """Return what copies blocks out of a mapped pool through a script's faults, if there is one."""
     if config.fault_deck is None:
-        return pull_blocks
+        return None
     return FaultyCopier(config.fault_deck.deal("pulls"))
 
 

@@ -10,10 +10,11 @@ from typing import Protocol
 from services.kv.layout import KvLayout
 from services.kv.memory import KvPoolMemory
 from services.pb import transfer_pb2 as pb
+from services.runtime.threads import available_cores
 from services.telemetry.logs import get_logger
 from services.transfer import codec
 from services.transfer.block_writer import BlockWriter
-from services.transfer.config import MIB
+from services.transfer.config import MAX_COPY_THREADS, MIB
 from services.transfer.counters import SinkCounters
 from services.transfer.credit import CreditRound
 from services.transfer.end_parts import EndParts
@@ -29,7 +30,7 @@ from services.transfer.zmq_plane import Block
 log = get_logger(__name__)
 
 _PULL_SLICE_S = 0.004  # then commands and messages are looked at
-_STEP_BYTES = 8 * MIB  # copied between two looks at the time
+_STEP_BYTES = 16 * MIB  # copied between two looks at the time
 _STEP_BLOCKS = 64  # and not more of them, however small
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
@@ -65,8 +66,13 @@ class Intake:
         self._counters = counters
         self._receives = receives
         self._apply = apply
-        copy = open_copier(config)
-        self._writer = BlockWriter(parts.memory, parts.layout, config.digest_sampling, copy)
+        self._writer = BlockWriter(
+            parts.memory,
+            parts.layout,
+            config.digest_sampling,
+            open_copier(config),
+            config.copy_threads or min(MAX_COPY_THREADS, available_cores()),
+        )
         self.copy_cpu_s = 0.0  # of this thread, copying and verifying so far
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()

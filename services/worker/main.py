@@ -309,6 +309,7 @@ class _Worker:
             planes=settings.planes,
             ticket_ttl_s=settings.ticket_ttl_ms / 1000,
             lease_s=settings.lease_ms / 1000,
+            copy_threads=settings.copy_threads,
             verify_digest=settings.verify_digest,
             wire_dtype=settings.wire_dtype,
             single_shot=settings.single_shot,

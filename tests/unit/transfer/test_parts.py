@@ -15,7 +15,8 @@ import pytest
 
 from kernels.cpu import kv_blocks
 from services.common.errors import ConfigError
-from services.kv.block_copy import pull_blocks
+from services.kv.block_copy import pull_blocks, pull_with_digests, write_block
+from services.kv.digest import block_digests
 from services.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, KvLayout
 from services.kv.memory import KvPoolMemory
 from services.transfer.config import TransferConfig, ordered_planes
@@ -40,6 +41,8 @@ from tests.support.transfer_ends import LAYOUT
         ({"verify_digest": "sampled:0"}, "verify_digest"),
         ({"lease_s": 0.0}, "lease_s"),
         ({"data_message_bytes": 8 << 20}, "data_message_bytes"),
+        ({"copy_threads": -1}, "copy_threads"),
+        ({"copy_threads": 17}, "copy_threads"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, object], message: str) -> None:
@@ -299,26 +302,70 @@ def test_the_library_refuses_rows_and_pools_that_do_not_fit() -> None:
     if library is None:
         pytest.skip(why)
     with KvPoolMemory.create(LAYOUT, 2, kind="anonymous") as pool:
-        dest = np.zeros((2, LAYOUT.block_bytes), np.uint8)
-        source, gens = (pool.pieces(), pool.gens), np.zeros(1, np.uint64)
+        dest, pieces = np.zeros((2, LAYOUT.block_bytes), np.uint8), pool.pieces()
+        one, wanted = np.array([0]), np.zeros(1, np.uint64)
+        job = kv_blocks.PullJob(pieces, pool.gens, one, wanted, dest, one)
         for at, to in ((2, 0), (-1, 0), (0, 2), (0, -1)):
             with pytest.raises(ValueError, match="outside its pool"):
-                library.pull(source, np.array([at]), gens, dest, np.array([to]))
-        one = np.array([0])
+                replace(job, source_rows=np.array([at]), dest_rows=np.array([to]))
         with pytest.raises(ValueError, match="as many"):
-            library.pull(source, one, np.zeros(2, np.uint64), dest, one)
+            replace(job, wanted_gens=np.zeros(2, np.uint64))
+        strided, both = np.zeros(4, np.int64)[::2], np.zeros(2, np.int64)
+        with pytest.raises(ValueError, match="in a row"):
+            replace(job, source_rows=strided, wanted_gens=pool.gens, dest_rows=both)
         with pytest.raises(ValueError, match="do not fit"):
-            library.pull(source, one, gens, dest[:, 1:], one)
+            replace(job, dest=dest[:, 1:])
         with pytest.raises(ValueError, match="do not fit"):
-            library.pull((source[0][..., ::2], pool.gens), one, gens, dest[:, ::2].copy(), one)
+            replace(job, pieces=pieces[..., ::2], dest=dest[:, ::2].copy())
         with pytest.raises(ValueError, match="as many"):
-            library.pull((source[0], pool.gens[:1]), one, gens, dest, one)
+            replace(job, gens=pool.gens[:1])
+        with pytest.raises(ValueError, match="digests"):
+            library.pull_with_digests(job, kv_blocks.DigestPlan(1, 64, [0, 8]))
         with pytest.raises(ValueError, match="outside its pool"):
-            library.gather(source[0], np.array([0, 2]), dest)
+            library.gather(pieces, np.array([0, 2]), dest)
         with pytest.raises(ValueError, match="as many"):
-            library.gather(source[0], one, dest)
-        none = np.empty(0, np.int64)
-        assert library.pull(source, none, gens[:0], dest, none).tolist() == []
+            library.gather(pieces, one, dest)
+        none, no_gens = np.empty(0, np.int64), np.empty(0, np.uint64)
+        empty = replace(job, source_rows=none, wanted_gens=no_gens, dest_rows=none)
+        assert library.pull(empty).tolist() == []
+
+
+@pytest.mark.parametrize("tag", [BLOCK_MAJOR, LAYER_MAJOR])
+@pytest.mark.parametrize("num_threads", [1, 2, 16, 100])
+def test_threads_share_a_long_copy_and_its_digests(num_threads: int, tag: str) -> None:
+    """As many blocks as go around the caches; one of them was reused since it was announced."""
+    if kv_blocks.available()[0] is None:
+        pytest.skip(kv_blocks.available()[1])
+    layout = KvLayout(30, 3, 64, "float32", tag=tag)
+    count, ours = 7, replace(layout, tag=BLOCK_MAJOR)
+    assert count * layout.block_bytes > 4 << 20
+    rng = np.random.default_rng(num_threads)
+    content = rng.integers(0, 256, (count, layout.block_bytes), np.uint8)
+    with (
+        KvPoolMemory.create(layout, count, kind="anonymous") as pool,
+        KvPoolMemory.create(ours, count, kind="anonymous") as memory,
+    ):
+        for block in range(count):
+            write_block(pool, block, content[block])
+        pool.gens[:] = 2
+        pool.gens[5] = 4
+        dests, expected = [3, 1, 0, 6, 5, 4, 2], [block != 5 for block in range(count)]
+        plain = pull_blocks(
+            pool, range(count), [2] * count, memory.blocks, dests, num_threads=num_threads
+        )
+        assert plain == expected
+        written = [block for block in range(count) if block != 5]
+        assert all((memory.blocks[dests[b]] == content[b]).all() for b in written)
+        memory.blocks[:] = 0
+        found = pull_with_digests(
+            pool, range(count), [2] * count, memory, dests, num_threads=num_threads
+        )
+        assert found is not None
+        assert found[0] == expected
+        for block in written:
+            assert (memory.blocks[dests[block]] == content[block]).all()
+            assert found[1][block].tolist() == block_digests(ours, content[block]).tolist()
+        assert not memory.blocks[dests[5]].any()
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])
@@ -335,11 +382,12 @@ def test_streamed_and_plain_copies_are_whole(count: int) -> None:
         dest = raw[start : start + blocks.nbytes].reshape(blocks.shape)
         rows, order = np.arange(count), rng.permutation(count)
         gens = np.zeros(count, np.uint64)
-        assert library.pull((blocks[:, None], gens), rows, gens, dest, order).all()
+        job = kv_blocks.PullJob(blocks[:, None], gens, rows, gens, dest, order)
+        assert library.pull(job).all()
         assert (dest[order] == blocks).all()
         for num_pieces in (4, 20, 22):  # up to as many as are read together, and some left over
             by_piece = blocks.reshape(count, num_pieces, -1).transpose(1, 0, 2).copy()
             dest[:] = 0
             pool = (by_piece.transpose(1, 0, 2), gens)
-            assert library.pull(pool, rows, gens, dest, order).all()
+            assert library.pull(kv_blocks.PullJob(*pool, rows, gens, dest, order)).all()
             assert (dest[order] == blocks).all()
