@@ -33,7 +33,14 @@ import zmq.auth
 from services.bench.gloo_raw import GlooRaw
 from services.bench.handoff_sink import TimedSink
 from services.bench.handoff_source import LAYOUT, SourceProcess, SourceSettings
-from services.bench.other_systems import MODULES, OtherFailed, OtherSystem, Shape, is_installed
+from services.bench.other_systems import (
+    HAVE_DOORBELLS,
+    MODULES,
+    OtherFailed,
+    OtherSystem,
+    Shape,
+    is_installed,
+)
 from services.bench.raw_zmq import RawZmq
 from services.bench.result import Bar, BenchResult
 from services.common.progress import Progress, silent
@@ -55,6 +62,8 @@ ZMQ_BAR = 0.18
 CURVE_BAR = 0.06
 BAR_BLOCKS = 64  # where the zmq bars are taken
 MAX_SENDER_SHARE = 0.15  # of the time memcpy takes: control messages, no block is read
+BESIDE_DOORBELL = "_doorbell"  # ends the row of a system that announces its blocks as we do
+OTHERS_BAR = 1.2  # of what another system hands over in the same time
 RAW_BESIDE = "zmq"  # the arm that pyzmq alone is measured beside
 
 
@@ -277,11 +286,14 @@ class _Others:
     ) -> None:
         """Have each measured with so many blocks; of one that fails no row is left."""
         for name, system in list(self.running.items()):
+            bell = name + BESIDE_DOORBELL
             try:
-                measure(name, partial(system.seconds, count))
+                measure(name, partial(system.read_s, count))
+                if name in HAVE_DOORBELLS:
+                    measure(bell, partial(system.doorbell_s, count))
             except OtherFailed as error:
                 self.give_up(name, error)
-                for key in [key for key in measured if key[0] == name]:
+                for key in [key for key in measured if key[0] in (name, bell)]:
                     del measured[key]
 
     def give_up(self, name: str, error: OtherFailed) -> None:
@@ -364,10 +376,25 @@ def _bars(measured: Measured) -> list[Bar]:
             text = f"sender CPU on {BARRED_ARMS[name]}, {num_blocks} blocks / time of memcpy"
             if num_blocks >= MANY_BLOCKS:
                 bars.append(Bar(text, _round(share), MAX_SENDER_SHARE, "<="))
+        if name == "memfd" and num_blocks in MEMFD_BARS:
+            bars += _bars_beside_others(measured, series, num_blocks)
         if name in ("zmq", "curve") and num_blocks == BAR_BLOCKS:
             bar = ZMQ_BAR if name == "zmq" else CURVE_BAR
             text = f"{name}, {num_blocks} blocks / memcpy"
             bars.append(Bar(text, _round(series.ratio), bar, ">="))
+    return bars
+
+
+def _bars_beside_others(measured: Measured, memfd: Series, num_blocks: int) -> list[Bar]:
+    """How much faster memfd is than what announces its blocks too: medians over rounds."""
+    bars: list[Bar] = []
+    for other in HAVE_DOORBELLS:
+        series = measured.get((other + BESIDE_DOORBELL, num_blocks))
+        if series is not None:
+            pairs = zip(series.doorbell, memfd.doorbell, strict=True)
+            ratio = _round(statistics.median(theirs / ours for theirs, ours in pairs))
+            text = f"memfd, {num_blocks} blocks, doorbell to ready / {other}"
+            bars.append(Bar(text, ratio, OTHERS_BAR, ">="))
     return bars
 
 

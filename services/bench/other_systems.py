@@ -2,7 +2,9 @@
 
 Both ends are processes of their own: a native library that ends its process must not end the
 benchmark. The reader pulls scattered blocks from the other's pool whenever a line asks it to, and
-says how long that took; both check nothing but what is there in the end.
+says how long that took: of the reading alone, or from a notification of the source that names the
+blocks to the last byte, as our planes do it. Both check nothing but what is there in the end.
+Between two pulls both are stopped: threads that poll would take cores from what is measured then.
 
     python -m services.bench.other_systems serve|read NAME SETTINGS
 
@@ -18,6 +20,7 @@ import importlib.util
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +38,7 @@ from services.bench.result import BenchFailed
 from services.runtime.process import wait_or_kill
 
 MODULES = {"nixl": "nixl", "mooncake": "mooncake"}  # name -> what is imported
+HAVE_DOORBELLS = ("nixl",)
 START_TIMEOUT_S = 30.0
 PULL_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 4.0
@@ -42,9 +46,9 @@ _SAYS = "isthmus-bench "  # begins our lines: the libraries write to stdout too
 _MAX_REASON_CHARS = 200
 _MARKS = 251  # a prime: neighbours among scattered blocks differ
 _HOST = "127.0.0.1"
+_READ, _RING = "read", "ring"
 
 Pool = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
-Pull = Callable[[Sequence[int], Sequence[int]], None]  # rows of ours, rows of the peer's
 
 
 class OtherFailed(BenchFailed):
@@ -94,6 +98,7 @@ class OtherSystem:
         except BaseException:
             self._end.stop()
             raise
+        self._end.rest()
         return self
 
     def __exit__(
@@ -103,11 +108,30 @@ class OtherSystem:
         trace: TracebackType | None,
     ) -> None:
         """End both processes."""
+        self._end.wake()
         self._end.stop()
 
-    def seconds(self, num_blocks: int) -> float:
-        """Have the first blocks pulled; return how long that took."""
-        self._end.tell(str(num_blocks))
+    def read_s(self, num_blocks: int) -> float:
+        """Have the first blocks read; return how long that took."""
+        return self._measure(_READ, num_blocks)
+
+    def doorbell_s(self, num_blocks: int) -> float:
+        """Have the source announce the first blocks; return how long it took until they are read.
+
+        OtherFailed of a system without notifications; see `HAVE_DOORBELLS`.
+        """
+        return self._measure(_RING, num_blocks)
+
+    def _measure(self, what: str, num_blocks: int) -> float:
+        self._end.wake()
+        try:
+            self._ask(what, 1)  # its threads have to find each other again
+            return self._ask(what, num_blocks)
+        finally:
+            self._end.rest()
+
+    def _ask(self, what: str, num_blocks: int) -> float:
+        self._end.tell(f"{what} {num_blocks}")
         return float(self._end.hear(PULL_TIMEOUT_S)[0])
 
 
@@ -122,6 +146,7 @@ class _Process:
             stderr=subprocess.DEVNULL,
             cwd=Path(__file__).resolve().parents[2],
             text=True,
+            process_group=0 if role == "read" else None,  # the reader's own end is in its group
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"bench-{name}", daemon=True).start()
@@ -156,6 +181,16 @@ class _Process:
             raise OtherFailed(words[1])
         return words
 
+    def rest(self) -> None:
+        """Stop its group from running until `wake`; the kernel ends the group if we are killed."""
+        if self._process.poll() is None:  # not reaped yet, so the group's number is still its own
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let its group run again, or what is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """Ask it to end; kill it if it does not."""
         assert self._process.stdin is not None
@@ -169,31 +204,46 @@ class _Process:
 # ---- their interfaces (Any: packages that are mostly not there) ---------------------------------
 
 
-def _nixl_agent(name: str, pool: Pool) -> Any:
-    api = importlib.import_module("nixl._api")
-    agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, name)], "DRAM")
-    return agent
+class _NixlEnd:
+    """An agent and its pool."""
 
+    def __init__(self, role: str, pool: Pool) -> None:
+        api = importlib.import_module("nixl._api")
+        self._name = f"{role}-{os.getpid()}"
+        self._agent: Any = api.nixl_agent(self._name, api.nixl_agent_config(backends=["UCX"]))
+        self._pool = pool
+        self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, self._name)], "DRAM")
+        self.card = (self._agent.get_agent_metadata().hex(),)
+        self._peer = ""
 
-def _serve_nixl(pool: Pool) -> tuple[Any, list[str]]:
-    agent = _nixl_agent(f"source-{os.getpid()}", pool)
-    return agent, [agent.get_agent_metadata().hex()]
+    def meet(self, card: Sequence[str]) -> None:
+        """Take the other end's card."""
+        self._peer = self._agent.add_remote_agent(bytes.fromhex(card[0]))
 
+    def ring(self, rows: Sequence[int]) -> None:
+        """Notify the other end of blocks it may read."""
+        self._agent.send_notif(self._peer, np.array(rows, np.int64).tobytes())
 
-def _connect_nixl(pool: Pool, base: int, said: Sequence[str]) -> Pull:
-    agent = _nixl_agent(f"sink-{os.getpid()}", pool)
-    peer = agent.add_remote_agent(bytes.fromhex(said[0]))
-    size = pool.shape[1]
+    def wait_ring(self) -> Sequence[int]:
+        """Return the blocks of the next notification."""
+        until = time.monotonic() + PULL_TIMEOUT_S
+        while time.monotonic() < until:
+            for messages in self._agent.get_new_notifs().values():
+                rows: list[int] = np.frombuffer(messages[0], np.int64).tolist()
+                return rows
+        raise OtherFailed("a notification did not come")
 
-    def pull(dest: Sequence[int], source: Sequence[int]) -> None:
-        ours = [(pool.ctypes.data + row * size, size, 0) for row in dest]
+    def read(self, base: int, dest: Sequence[int], source: Sequence[int]) -> None:
+        """Read rows of the other pool, which is at `base`, into rows of ours."""
+        size = self._pool.shape[1]
+        ours = [(self._pool.ctypes.data + row * size, size, 0) for row in dest]
         theirs = [(base + row * size, size, 0) for row in source]
+        agent = self._agent
         handle = agent.initialize_xfer(
             "READ",
             agent.get_xfer_descs(ours, "DRAM"),
             agent.get_xfer_descs(theirs, "DRAM"),
-            peer,
+            self._peer,
             b"",
         )
         state = agent.transfer(handle)
@@ -204,38 +254,47 @@ def _connect_nixl(pool: Pool, base: int, said: Sequence[str]) -> Pull:
         if state != "DONE":
             raise OtherFailed(f"a transfer ended as {state}")
 
-    return pull
 
+class _MooncakeEnd:
+    """A transfer engine and its pool."""
 
-def _mooncake_engine(pool: Pool) -> Any:
-    engine = importlib.import_module("mooncake.engine").TransferEngine()
-    if engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):
-        raise OtherFailed("its engine does not start")
-    if engine.register_memory(pool.ctypes.data, pool.nbytes):
-        raise OtherFailed("its engine does not take the memory")
-    return engine
+    def __init__(self, role: str, pool: Pool) -> None:
+        self._engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
+        self._pool = pool
+        if self._engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):
+            raise OtherFailed(f"the engine of the {role} does not start")
+        if self._engine.register_memory(pool.ctypes.data, pool.nbytes):
+            raise OtherFailed(f"the engine of the {role} does not take the memory")
+        self.card = (f"{_HOST}:{self._engine.get_rpc_port()}",)
+        self._peer = ""
 
+    def meet(self, card: Sequence[str]) -> None:
+        """Take the other end's card."""
+        self._peer = card[0]
 
-def _serve_mooncake(pool: Pool) -> tuple[Any, list[str]]:
-    engine = _mooncake_engine(pool)
-    return engine, [f"{_HOST}:{engine.get_rpc_port()}"]
+    def ring(self, rows: Sequence[int]) -> None:
+        """Fail: it has no notifications."""
+        raise OtherFailed(f"no notifications, not even of {len(rows)} blocks")
 
+    def wait_ring(self) -> Sequence[int]:
+        """Fail as `ring` does."""
+        raise OtherFailed("no notifications")
 
-def _connect_mooncake(pool: Pool, base: int, said: Sequence[str]) -> Pull:
-    engine, size = _mooncake_engine(pool), pool.shape[1]
-
-    def pull(dest: Sequence[int], source: Sequence[int]) -> None:
-        ours = [pool.ctypes.data + row * size for row in dest]
+    def read(self, base: int, dest: Sequence[int], source: Sequence[int]) -> None:
+        """Read rows of the other pool, which is at `base`, into rows of ours."""
+        size = self._pool.shape[1]
+        ours = [self._pool.ctypes.data + row * size for row in dest]
         theirs = [base + row * size for row in source]
-        status = engine.batch_transfer_sync_read(said[0], ours, theirs, [size] * len(ours))
+        sizes = [size] * len(ours)
+        status = self._engine.batch_transfer_sync_read(self._peer, ours, theirs, sizes)
         if status < 0:
             raise OtherFailed(f"a transfer ended with {status}")
 
-    return pull
 
-
-_SERVE = {"nixl": _serve_nixl, "mooncake": _serve_mooncake}
-_CONNECT = {"nixl": _connect_nixl, "mooncake": _connect_mooncake}
+_ENDS: dict[str, Callable[[str, Pool], _NixlEnd | _MooncakeEnd]] = {
+    "nixl": _NixlEnd,
+    "mooncake": _MooncakeEnd,
+}
 
 
 # ---- the processes ------------------------------------------------------------------------------
@@ -249,28 +308,40 @@ def _say(*words: str) -> None:
 def _serve(name: str, shape: Shape) -> None:
     pool = np.zeros((shape.num_blocks, shape.block_bytes), np.uint8)
     pool[:] = (np.arange(shape.num_blocks) % _MARKS + 1)[:, None]
-    held, said = _SERVE[name](pool)
-    _say(str(pool.ctypes.data), *said)
-    sys.stdin.read()
-    del held
+    end = _ENDS[name]("source", pool)
+    _say(str(pool.ctypes.data), *end.card)
+    end.meet(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        started = time.monotonic()  # the machine's, which both processes share
+        end.ring(shape.source_ids[: int(line)])
+        _say(repr(started))
 
 
 def _read(name: str, shape: Shape) -> None:
     peer = _Process("serve", name, shape)
     try:
-        base, *said = peer.hear(START_TIMEOUT_S)
+        base, *card = peer.hear(START_TIMEOUT_S)
         pool = np.zeros((shape.num_blocks, shape.block_bytes), np.uint8)
-        pull = _CONNECT[name](pool, int(base), said)
-        pull(shape.dest_ids, shape.source_ids)
+        end = _ENDS[name]("sink", pool)
+        end.meet(card)
+        peer.tell(json.dumps(end.card))
+        end.read(int(base), shape.dest_ids, shape.source_ids)
         expected = np.array(shape.source_ids) % _MARKS + 1
         if (pool[list(shape.dest_ids)] != expected[:, None]).any():
             raise OtherFailed("what arrived is not what was there")
         _say("ready")
         for line in sys.stdin:
-            count = int(line)
+            what, count = line.split()
+            dest, rows = shape.dest_ids[: int(count)], shape.source_ids[: int(count)]
             started = time.monotonic()
-            pull(shape.dest_ids[:count], shape.source_ids[:count])
-            _say(repr(time.monotonic() - started))
+            if what == _RING:
+                peer.tell(count)
+                rows = tuple(end.wait_ring())
+            end.read(int(base), dest, rows)
+            ended = time.monotonic()
+            if what == _RING:
+                started = float(peer.hear(PULL_TIMEOUT_S)[0])
+            _say(repr(ended - started))
     finally:
         peer.stop()
 

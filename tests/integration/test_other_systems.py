@@ -40,13 +40,27 @@ class nixl_agent:
         (self.base, self.size, _, _), = regions
 
     def get_agent_metadata(self):
-        path = os.path.join({directory!r}, "memory")
+        path = os.path.join({directory!r}, "memory" if self.is_source else "sink")
         with open(path, "wb") as file:
             file.write(ctypes.string_at(self.base, self.size))
         return f"{{path}}@{{self.base}}".encode()
 
     def add_remote_agent(self, metadata):
         return metadata.decode()
+
+    def send_notif(self, peer, message):
+        path = os.path.join({directory!r}, "notification")
+        with open(path + ".part", "wb") as file:
+            file.write(message)
+        os.rename(path + ".part", path)
+
+    def get_new_notifs(self):
+        path = os.path.join({directory!r}, "notification")
+        if not os.path.exists(path):
+            return {{}}
+        message = open(path, "rb").read()
+        os.remove(path)
+        return {{"source": [message]}}
 
     def get_xfer_descs(self, regions, kind):
         return regions
@@ -97,8 +111,9 @@ def stub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_is_installed_is_measured() -> None:
     assert is_installed("nixl")
     with OtherSystem("nixl", SHAPE) as system:
-        assert system.seconds(3) > 0
-        assert system.seconds(1) > 0
+        assert system.read_s(3) > 0
+        assert system.doorbell_s(3) > 0
+        assert system.read_s(1) > 0
 
 
 @pytest.mark.parametrize(
@@ -146,7 +161,7 @@ def test_a_system_that_was_given_up_leaves_no_half_row() -> None:
         def __init__(self) -> None:
             """Start nothing."""
 
-        def seconds(self, num_blocks: int) -> float:
+        def read_s(self, num_blocks: int) -> float:
             """Fail."""
             raise OtherFailed(f"not with {num_blocks}")
 
