@@ -31,6 +31,7 @@ log = get_logger(__name__)
 
 _PULL_SLICE_S = 0.004  # then commands and messages are looked at
 _STEP_BYTES = 16 * MIB  # copied between two looks at the time
+_ANSWERED_TOGETHER = 2  # DATA messages: each answer wakes two threads on both sides
 _STEP_BLOCKS = 64  # and not more of them, however small
 
 Apply = Callable[[Receive, Sequence[ReceiverAction]], None]
@@ -77,6 +78,7 @@ class Intake:
         self._hungry: OrderedDict[Receive, None] = OrderedDict()  # for credit
         self._pulling: OrderedDict[Receive, None] = OrderedDict()
         self._pulls_a_step = min(_STEP_BLOCKS, max(1, _STEP_BYTES // parts.layout.block_bytes))
+        self._answer_bytes = _ANSWERED_TOGETHER * config.data_message_bytes
         self._unsaid: OrderedDict[Receive, None] = OrderedDict()  # of their blocks no PULLED tells
 
     @property
@@ -165,12 +167,15 @@ class Intake:
                 return
 
     def say_pulled(self) -> None:
-        """Send PULLED for what this turn has verified, at once: memory may be short at the peer."""
-        for receive in self._unsaid:
+        """Send PULLED for what is verified, soon: memory may be short at the peer."""
+        for receive in list(self._unsaid):
+            said_later = len(receive.pulled) * self._layout.block_bytes < self._answer_bytes
+            if said_later and receive.machine.outstanding_bytes:
+                continue  # with what is on its way
             for lo, hi in _ranges(receive.pulled):
                 receive.send(MessageType.PULLED, pb.Pulled(lo=lo, hi=hi).SerializeToString())
             receive.pulled.clear()
-        self._unsaid.clear()
+            del self._unsaid[receive]
 
     def grant_credit(self) -> None:
         """Let peers send what fits into the windows."""
@@ -181,7 +186,7 @@ class Intake:
             block_bytes=self._layout.block_bytes,
             window_bytes=config.window_bytes,
             budget_bytes=config.receive_budget_bytes,
-            chunk_bytes=config.data_message_bytes,
+            chunk_bytes=self._answer_bytes,
             used=self._receives.outstanding_bytes(),
         )
         for receive in list(self._hungry):
