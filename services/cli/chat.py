@@ -204,6 +204,7 @@ def _stages(timing: common_pb2.Timing) -> list[tuple[str, int]]:
     """Stages in order; they add up to the total."""
     return [
         ("router", timing.router_us),
+        *([("queue", timing.queue_us)] if timing.queue_us else []),
         ("queue prefill", timing.queue_prefill_us),
         ("prefill", timing.prefill_us),
         ("handoff", timing.handoff_us),

@@ -141,6 +141,7 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
     """Write stage times; a mode or plane this build does not know stays unspecified."""
     message = common_pb2.Timing(
         router_us=timing.router_us,
+        queue_us=timing.queue_us,
         queue_prefill_us=timing.queue_prefill_us,
         prefill_us=timing.prefill_us,
         handoff_us=timing.handoff_us,

@@ -94,7 +94,7 @@ class ObservedRouter:
         self, span: Span, call: GenerateCall, timing: RequestTiming, started_ns: int
     ) -> None:
         """Put the figures on the root span and record the router's own stages."""
-        routed_ns = started_ns + timing.router_us * 1000
+        routed_ns = started_ns + (timing.router_us + timing.queue_us) * 1000
         end_ns = started_ns + timing.e2e_us * 1000
         self._tracing.record(
             catalog.SPAN_ROUTE,

@@ -22,6 +22,7 @@ _MIN_RATIO, _MAX_RATIO = 0.25, 8.0
 _MARGIN_DEVIATIONS = 2.0
 _DRAIN_TAU_S = 3.0
 _DRAIN_PRIOR_S = 0.5
+_NO_WORKER_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class Standing:
 class Admission:
     """What is done with a request, and why.
 
-    Reasons: room, no_room, behind_others (START and QUEUE); ttft_slo, tpot_slo, deadline,
-    queue_full (REFUSE).
+    Reasons: room, no_room, behind_others, no_worker (START and QUEUE); ttft_slo, tpot_slo,
+    deadline, queue_full (REFUSE).
     """
 
     action: str  # START | QUEUE | REFUSE
@@ -109,11 +110,25 @@ def admit(wish: Wish, standing: Standing, config: AdmissionConfig) -> Admission:
     if not standing.fits_queue:
         return refuse("queue_full", wait_s / 2)
     reason = "behind_others" if standing.num_queued else "no_room"
-    late_in_s = inf
-    if wish.slo_ttft_s > 0:
-        late_in_s = wish.slo_ttft_s - wish.elapsed_s - standing.work_s - standing.worker_wait_s
-        late_in_s = max(late_in_s, config.short_wait_s)
+    late_in_s = _late_in_s(wish, standing.work_s + standing.worker_wait_s, config)
     return Admission(QUEUE, reason, predicted_s, wait_s, late_in_s=late_in_s)
+
+
+def admit_without_worker(wish: Wish, config: AdmissionConfig, *, fits_queue: bool) -> Admission:
+    """Decide about a request that nobody can take now, where somebody may in a moment.
+
+    It waits with those that came before it: nothing is known that it could be refused for.
+    """
+    if not fits_queue:
+        return Admission(REFUSE, "queue_full", 0.0, 0.0, _NO_WORKER_RETRY_S)
+    return Admission(QUEUE, "no_worker", 0.0, 0.0, late_in_s=_late_in_s(wish, 0.0, config))
+
+
+def _late_in_s(wish: Wish, needs_s: float, config: AdmissionConfig) -> float:
+    """Return how long a request may wait and still meet its SLO, if it names one."""
+    if wish.slo_ttft_s <= 0:
+        return inf
+    return max(wish.slo_ttft_s - wish.elapsed_s - needs_s, config.short_wait_s)
 
 
 def clamp_retry_after(drain_s: float) -> float:

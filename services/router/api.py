@@ -80,6 +80,7 @@ class RequestTiming:
     """Stage times in microseconds, as in Timing of common.proto, and where the request ran."""
 
     router_us: int = 0
+    queue_us: int = 0  # waited in the router, for room or for a worker
     queue_prefill_us: int = 0
     prefill_us: int = 0
     handoff_us: int = 0

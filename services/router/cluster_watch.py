@@ -25,6 +25,7 @@ from services.router.pair_book import PairBook
 from services.router.policy import REMOTE, Links
 from services.router.route_desk import RouteDesk
 from services.router.view import (
+    SUSPECT,
     ClusterView,
     LinkStatus,
     ViewInputs,
@@ -120,6 +121,14 @@ class ClusterWatch:
     def links(self) -> Links:
         """Return what is known of the ways between workers."""
         return self.pairs.links(self._clock.now())
+
+    def is_anyone_coming(self) -> bool:
+        """Say whether a worker that is not usable now may be in a moment."""
+        for worker in self.view().workers:
+            link = self._links.get(worker.worker_id)
+            if worker.state == SUSPECT and link is not None and link.is_coming:
+                return True
+        return False
 
     def may_ask_store(self) -> bool:
         """Say whether the store may be asked now; half open, the first to ask is the probe."""

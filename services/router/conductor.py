@@ -212,9 +212,13 @@ class Conductor:
 
     def _may_wait(self, progress: Progress) -> bool:
         """Say whether waiting may help; what was under way waits even without a sign of it."""
-        return progress.num_losses > 0 or self._sender.is_anyone_coming()
+        return progress.num_losses > 0 or self._cluster.is_anyone_coming()
 
     def _stop_waiting(self, request: OpenRequest, outcome: str) -> None:
+        marks = request.progress.marks
+        if request.wait_until is not None and marks.sent is not None:
+            # What waits after a loss was sent before.
+            marks.queued_s += max(0.0, marks.sent - (request.wait_until - self._config.wait_s))
         request.wait_until = None
         if self._waiting.pop(request.progress.number, None) is not None:
             self._hooks.waited(request.progress.call, outcome)
@@ -231,7 +235,7 @@ class Conductor:
             self._look_timer = None
         if not self._waiting:
             return
-        is_usable, is_coming = self._sender.is_anyone_usable(), self._sender.is_anyone_coming()
+        is_usable, is_coming = self._sender.is_anyone_usable(), self._cluster.is_anyone_coming()
         now = self._clock.now()
         for request in list(self._waiting.values()):
             if is_usable or not _goes_on_waiting(request, now, is_coming=is_coming):

@@ -72,11 +72,10 @@ class Router:
         self._gate = Gate(
             config.admission,
             config.policy,
-            self._cluster.view,
+            self._cluster,
             clock,
             self._hooks,
             config.wait_s,
-            self._cluster.links,
         )
         self._models: tuple[ServedModel, ...] = ()
         self._models_until = float("-inf")

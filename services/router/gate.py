@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Protocol
 
 from services.common.clock import Clock
 from services.common.errors import RequestError
@@ -26,6 +28,7 @@ from services.router.admission import (
     WaitMargin,
     Wish,
     admit,
+    admit_without_worker,
     backlog_of,
     clamp_retry_after,
     has_room,
@@ -63,7 +66,7 @@ class _Entry:
     pool: _Pool  # it waits for, then starts in
     tokens: int  # it will have computed there
     predicted_ttft_s: float | None = None  # at its arrival; None = by whoever it was sent to
-    predicted_wait_s: float = 0.0  # in the queue
+    predicted_wait_s: float = 0.0  # in the queue; inf = nothing to learn from
     turn: asyncio.Future[None] | None = None
     waiting: Waiting | None = None  # its place in the queue
     is_let_go: bool = False
@@ -89,6 +92,33 @@ class _Pool:
             del self._margins[next(iter(self._margins))]
         return margin
 
+    def unstick(self, now: float) -> None:
+        """Somebody could take what is next, if not now."""
+        if self.stuck_since is not None:
+            self.stuck_since = None
+            self.note_left(0, now)
+
+    def note_left(self, tokens: int, now: float) -> None:
+        """Learn that so many tokens left the queue; a time without workers tells nothing."""
+        is_busy = len(self.queue) > 0 and self.stuck_since is None
+        self.drain.note(tokens, now, is_busy=is_busy)
+
+
+class Surroundings(Protocol):
+    """What the gate is told by whoever watches the cluster."""
+
+    def view(self) -> ClusterView:
+        """Return the cluster as it is now."""
+        ...
+
+    def links(self) -> Links:
+        """Return the ways between workers."""
+        ...
+
+    def is_anyone_coming(self) -> bool:
+        """Say whether a worker that is not usable now may be in a moment."""
+        ...
+
 
 class Gate:
     """Admission of one router. Belongs to the event loop."""
@@ -97,23 +127,20 @@ class Gate:
         self,
         config: AdmissionConfig,
         policy: PolicyConfig,
-        view: Callable[[], ClusterView],
+        around: Surroundings,
         clock: Clock,
         hooks: RouterHooks,
         wait_s: float = 5.0,
-        links: Callable[[], Links] = Links,
     ) -> None:
         """Start with nothing waiting.
 
         Args:
-            wait_s: how long the queue is kept for workers that may be back in a moment.
-            links: what is known of the ways between workers.
+            wait_s: how long a request is kept for workers that may be back in a moment.
         """
         self._config = config
         self._wait_s = wait_s
-        self._links = links
         self._policy = policy
-        self._view = view
+        self._around = around
         self._clock = clock
         self._hooks = hooks
         self._ratio = TtftRatio()
@@ -158,7 +185,7 @@ class Gate:
         Raises:
             RequestError: overloaded, with a time to come back; deadline_exceeded.
         """
-        view = self._view()
+        view = self._around.view()
         wish = _wish(progress.call, self._config, self._clock.now())
         if self._starts_anywhere(progress, wish, view):
             return
@@ -166,7 +193,11 @@ class Gate:
         try:
             decision = self._choose(progress, view)
         except RequestError:
-            return  # nobody can take it: who sends it knows what is to be done then
+            # Nobody can take it. Who sends it knows what is to be done then, but what came before
+            # it goes first.
+            if self._may_wait(progress.call, view):
+                await self._wait_for_workers(progress, wish)
+            return
         pool, now = self._pool(decision.worker.role), self._clock.now()
         entry = _Entry(progress, pool, _uncached(progress, decision))
         backlog = self._backlog(entry, decision, view)
@@ -185,6 +216,29 @@ class Gate:
             self._let_go(entry)
         else:
             await self._wait(entry, waiting, admission, wish)
+
+    def _may_wait(self, call: GenerateCall, view: ClusterView) -> bool:
+        """Say whether a request that nobody can take now waits in the queue.
+
+        One that asks for a mode by itself does not: it would hold up those that others can take.
+        """
+        if call.force_mode is not None:
+            return False
+        is_kept = self._by_waiting and any(w.state == SUSPECT for w in view.workers)
+        return bool(is_kept) or self._around.is_anyone_coming()
+
+    async def _wait_for_workers(self, progress: Progress, wish: Wish) -> None:
+        longest = max(self._pools.values(), key=lambda pool: len(pool.queue), default=None)
+        pool = longest if longest is not None and len(longest.queue) else self._pool("prefill")
+        entry = _Entry(progress, pool, progress.facts.num_tokens, predicted_wait_s=inf)
+        waiting = self._waiting(entry, self._clock.now())
+        fits = self._fits(waiting) or self._make_room(pool, waiting)
+        admission = admit_without_worker(wish, self._config, fits_queue=fits)
+        self._hooks.admitted(progress.call, admission)
+        if admission.action == REFUSE:
+            raise _overloaded(admission.reason, admission.retry_after_s)
+        self._entries[progress.number] = entry
+        await self._wait(entry, waiting, admission, wish)
 
     def leave(self, progress: Progress) -> None:
         """The request was ended by someone else: `enter` returns at once if it waits here."""
@@ -239,7 +293,7 @@ class Gate:
             pool.stuck_since = None
         pool.queue.add(waiting)
         self._by_waiting[waiting] = entry
-        pool.drain.note(0, self._clock.now(), is_busy=True)
+        pool.note_left(0, self._clock.now())
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch(), name="admission")
         is_late_first = admission.late_in_s < wish.left_s
@@ -257,13 +311,17 @@ class Gate:
         waiting, entry.waiting = entry.waiting, None
         if waiting is None:
             return  # it was taken
-        queue = entry.pool.queue
-        now = self._clock.now()
-        queue.remove(waiting)
+        entry.pool.queue.remove(waiting)
+        self._has_waited(entry, waiting, 0)
+
+    def _has_waited(self, entry: _Entry, waiting: Waiting, tokens_done: int) -> None:
+        """Learn from one that is out of its queue."""
+        now, pool = self._clock.now(), entry.pool
         del self._by_waiting[waiting]
-        margin = entry.pool.margin(waiting.tenant)
-        margin.note(entry.predicted_wait_s, now - waiting.queued_at, now)
-        entry.pool.drain.note(0, now, is_busy=len(queue) > 0)
+        waited_s = now - waiting.queued_at
+        entry.progress.marks.queued_s += waited_s
+        pool.margin(waiting.tenant).note(entry.predicted_wait_s, waited_s, now)
+        pool.note_left(tokens_done, now)
 
     def _wake(self, entry: _Entry, error: RequestError | None) -> None:
         """End an entry's waiting; its task goes on in the loop's next round."""
@@ -283,6 +341,10 @@ class Gate:
         drain_s = pool.queue.cost / max(1.0, pool.drain.rate(0.0))
         self._wake(self._by_waiting[last], _overloaded("displaced", drain_s / 2))
         return True
+
+    def _fits(self, waiting: Waiting) -> bool:
+        has_place = self.num_queued < self._config.max_queued
+        return has_place and waiting.size_bytes <= self._free_bytes()
 
     def _free_bytes(self) -> int:
         used = sum(pool.queue.size_bytes for pool in self._pools.values())
@@ -304,7 +366,7 @@ class Gate:
         """Let start whoever is next, as long as the workers have room."""
         if not self._by_waiting:
             return
-        view = self._view()
+        view = self._around.view()
         for pool in self._pools.values():
             while (head := pool.queue.head()) is not None and self._try_start(pool, head, view):
                 pass
@@ -318,18 +380,18 @@ class Gate:
 
     def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
         if self._is_full(pool, view):
-            pool.stuck_since = None
+            pool.unstick(self._clock.now())
             return False  # known without choosing, which takes ten times as long
-        entry, now = self._by_waiting[head], self._clock.now()
-        enters = pool
+        entry, enters = self._by_waiting[head], pool
         try:
             decision = self._choose(entry.progress, view)
         except RequestError as error:
             if any(w.state == SUSPECT for w in view.workers):
-                return self._has_given_up(entry, error, now)
+                self._keep(pool, error)
+                return False
             # Else no worker is left: who sends it says so.
         else:
-            pool.stuck_since = None
+            pool.unstick(self._clock.now())
             entry.tokens, enters = (
                 _uncached(entry.progress, decision),
                 self._pool(decision.worker.role),
@@ -337,26 +399,29 @@ class Gate:
             if not self._backlog(entry, decision, view).has_room:
                 return False
         pool.queue.take(head)
-        del self._by_waiting[head]
+        self._has_waited(entry, head, head.cost)
         entry.waiting, entry.pool = None, enters
-        pool.margin(head.tenant).note(entry.predicted_wait_s, now - head.queued_at, now)
-        pool.drain.note(head.cost, now, is_busy=len(pool.queue) > 0)
         self._let_go(entry)
         self._wake(entry, None)
         return True
 
-    def _has_given_up(self, entry: _Entry, error: RequestError, now: float) -> bool:
-        """Keep the queue while a worker may be back, then end what is next with the error.
+    def _keep(self, pool: _Pool, error: RequestError) -> None:
+        """Keep the queue while a worker may be back; end with the error who has waited long for it.
 
         Let go, all of it would be sent at once to the first worker that is back.
         """
-        pool = entry.pool
+        now = self._clock.now()
         if pool.stuck_since is None:
             pool.stuck_since = now
+            pool.note_left(0, now)
         if now - pool.stuck_since < self._wait_s:
-            return False
-        self._wake(entry, error)
-        return True
+            return
+        for waiting in list(pool.queue):
+            if now - max(pool.stuck_since, waiting.queued_at) >= self._wait_s:
+                ended = RequestError(
+                    error.spec.code, error.message, retry_after_ms=error.retry_after_ms
+                )
+                self._wake(self._by_waiting[waiting], ended)
 
     def _let_go(self, entry: _Entry) -> None:
         entry.is_let_go = True
@@ -370,7 +435,9 @@ class Gate:
     # -- what a request would find -----------------------------------------------------------
 
     def _choose(self, progress: Progress, view: ClusterView) -> Decision:
-        return choose(progress.facts, view, progress.depth, self._policy, links=self._links())
+        return choose(
+            progress.facts, view, progress.depth, self._policy, links=self._around.links()
+        )
 
     def _starts_anywhere(self, progress: Progress, wish: Wish, view: ClusterView) -> bool:
         """Let a request go that starts whoever is chosen: choosing costs more than all the rest."""
@@ -427,7 +494,6 @@ class Gate:
         prior = backlog.pool_tok_s / ratio * waiting.cost / max(1, entry.tokens)
         need = expected_tokens(entry.progress.facts, self._policy)
         gap_s, idle_gap_s = least_gaps(view.usable("decode"), need, self._policy)
-        fits = self.num_queued < self._config.max_queued
         return Standing(
             queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
             margin_s=pool.margin(call.tenant).value_s if ahead else 0.0,
@@ -435,7 +501,7 @@ class Gate:
             work_s=backlog.work_s * ratio,
             has_room=backlog.has_room,
             num_queued=len(queue),
-            fits_queue=fits and waiting.size_bytes <= self._free_bytes(),
+            fits_queue=self._fits(waiting),
             gap_s=gap_s,
             idle_gap_s=idle_gap_s,
         )

@@ -20,7 +20,7 @@ from services.router.policy import (
     RequestFacts,
     expected_tokens,
 )
-from services.router.view import LIVE, SUSPECT, WorkerView
+from services.router.view import LIVE, WorkerView
 from services.router.wire import WorkHead, build_work
 
 Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
@@ -136,14 +136,6 @@ class Sender:
     def is_anyone_usable(self) -> bool:
         """Say whether there is any worker to choose."""
         return any(worker.state == LIVE for worker in self._cluster.view().workers)
-
-    def is_anyone_coming(self) -> bool:
-        """Say whether a worker that is not usable now may be in a moment."""
-        for worker in self._cluster.view().workers:
-            link = self._cluster.link(worker.worker_id)
-            if worker.state == SUSPECT and link is not None and link.is_coming:
-                return True
-        return False
 
     def _choose(
         self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]

@@ -88,11 +88,12 @@ class Marks:
     decode_token: float | None = None  # first token of the decode leg
     newest_token: float | None = None
     first_frame: float | None = None  # given to the front door
+    queued_s: float = 0.0  # of the time until `sent`: waited for room, or for a worker
 
 
 # The stages of a request, in order; together they are its e2e time.
 STAGES = (
-    "router", "queue_prefill", "prefill", "handoff", "queue_decode", "migration", "decode",
+    "router", "queue", "queue_prefill", "prefill", "handoff", "queue_decode", "migration", "decode",
     "unattributed",
 )  # fmt: skip
 
@@ -109,6 +110,7 @@ def ttft_stages(marks: Marks, timing: RequestTiming) -> tuple[tuple[str, int], .
     link = _us(marks.sent, marks.first_token) - timing.queue_prefill_us - timing.prefill_us
     return (
         ("router", timing.router_us),
+        ("queue", timing.queue_us),
         ("queue_prefill", timing.queue_prefill_us),
         ("prefill", timing.prefill_us),
         ("link", link),
@@ -132,7 +134,7 @@ def attribute(
     # received <= sent <= first <= ended, whatever is missing.
     sent = min(max(_or(marks.sent, ended), marks.received), ended)
     first = min(max(_or(marks.first_token, ended), sent), ended)
-    router = _us(marks.received, sent)
+    queue, router = _take(int(marks.queued_s * 1e6), _us(marks.received, sent))
     before = _us(sent, first)
     queue_prefill, before = _take(stages.queue_prefill_us, before)
     prefill, before = _take(stages.prefill_us, before)
@@ -141,9 +143,11 @@ def attribute(
     queue_decode, after = _take(stages.queue_decode_us, after)
     migration, after = _take(stages.migration_us, after)
     decode, after = _take(stages.decode_us if has_decode_report else after, after)
-    stages_us = router + queue_prefill + prefill + handoff + queue_decode + migration + decode
+    at_router, at_prefill = router + queue, queue_prefill + prefill
+    stages_us = at_router + at_prefill + handoff + queue_decode + migration + decode
     return RequestTiming(
         router_us=router,
+        queue_us=queue,
         queue_prefill_us=queue_prefill,
         prefill_us=prefill,
         handoff_us=handoff,

@@ -114,7 +114,8 @@ MIGRATIONS = Counter(
 )
 WAITED = Counter(
     "isthmus_waited_total", "requests",
-    "Requests that waited for a worker to come or come back, by how that ended.", ("outcome",),
+    "Requests that lost their worker, or found none once let in, and waited; by how that ended.",
+    ("outcome",),
 )  # fmt: skip
 HEDGES = Counter(
     "isthmus_hedges_total", "prefills",

@@ -131,6 +131,7 @@ def test_stages_sum_to_the_whole(pair: Cluster, prompts: list[Prompt]) -> None:
     assert timing is not None
     stages = (
         timing.router_us
+        + timing.queue_us
         + timing.queue_prefill_us
         + timing.prefill_us
         + timing.handoff_us

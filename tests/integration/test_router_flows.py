@@ -48,8 +48,8 @@ async def test_remote_runs_on_both_and_adds_up(store_url: str) -> None:
         timing = answer.end.timing
         assert (timing.mode, timing.prefill_worker, timing.decode_worker) == ("REMOTE", "p0", "d0")
         stages = (
-            timing.router_us + timing.queue_prefill_us + timing.prefill_us + timing.handoff_us
-            + timing.queue_decode_us + timing.decode_us + timing.unattributed_us
+            timing.router_us + timing.queue_us + timing.queue_prefill_us + timing.prefill_us
+            + timing.handoff_us + timing.queue_decode_us + timing.decode_us + timing.unattributed_us
         )  # fmt: skip
         assert stages == timing.e2e_us > 0
         assert 0 < timing.ttft_us <= timing.e2e_us

@@ -298,12 +298,14 @@ async def test_a_request_waits_while_every_link_is_made_anew(
     async with running_cluster(store_url, workers, RouterConfig(link=quick)) as cluster:
         for worker in workers:
             worker.freeze()
-        for worker in workers:
-            await cluster.until_state(worker.worker_id, "suspect")
         call = make_call()
         task = asyncio.create_task(cluster.ask(call))
+        for worker in workers:
+            await cluster.until_state(worker.worker_id, "suspect")
+        late = make_call()
+        late_task = asyncio.create_task(cluster.ask(late))
         conductor = cluster.router._conductor
-        await eventually(lambda: conductor._waiting)
+        await eventually(lambda: conductor._waiting and cluster.router._gate.num_queued)
         with monkeypatch.context() as patched:
             patched.setattr(conductor, "begin", lambda _: pytest.fail("nobody can be found"))
             conductor._look_again()
@@ -311,6 +313,10 @@ async def test_a_request_waits_while_every_link_is_made_anew(
         for worker in workers:
             worker.thaw()
         assert (await task).tokens() == reference(call)
+        answer = await late_task
+        assert answer.tokens() == reference(late)
+        timing = answer.end.timing
+        assert timing.queue_us > timing.router_us
         cluster.assert_clean()
 
 

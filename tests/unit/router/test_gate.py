@@ -48,16 +48,20 @@ class Rig:
         self.clock = ManualClock(1000.0)
         self.workers: tuple[WorkerView, ...] = ()
         self.heard = Heard()
-        self.links = Links()
-        self.gate = Gate(
-            config, PolicyConfig(), self.view, self.clock, self.heard, links=lambda: self.links
-        )
+        self.broken = Links()
+        self.gate = Gate(config, PolicyConfig(), self, self.clock, self.heard)
         self.started: list[str] = []
         self._last_number = 0
         self.set_loads(FREE)
 
     def view(self) -> ClusterView:
         return ClusterView(self.workers, self.clock.now())
+
+    def links(self) -> Links:
+        return self.broken
+
+    def is_anyone_coming(self) -> bool:
+        return any(w.state == SUSPECT for w in self.workers)
 
     def set_loads(self, prefill: LoadReport, decode: LoadReport = FREE) -> None:
         self.workers = (make_worker("p0", prefill), make_worker("d0", decode))
@@ -368,13 +372,87 @@ async def test_workers_that_do_not_come_back_are_not_waited_for_for_ever() -> No
     rig.gate.check_integrity()
 
 
+async def test_what_comes_while_no_worker_is_usable_waits_behind_what_the_queue_kept() -> None:
+    """Before, it waited beside the queue and was sent the moment a worker was back."""
+    rig = Rig()
+    rig.set_loads(FULL)
+    kept = [await rig.begin(rig.progress(f"kept{i}")) for i in range(2)]
+    rig.lose_all()
+    rig.gate._start_others()
+    late = [await rig.begin(rig.progress(f"late{i}")) for i in range(2)]
+    urgent = await rig.begin(rig.progress("urgent", priority=1))
+    assert rig.gate.num_queued == 5
+    assert [a.reason for a in rig.heard.admissions][-3:] == ["no_worker"] * 3
+    rig.set_loads(FREE)
+    await eventually(lambda: len(rig.started) == 5)
+    assert rig.started == ["urgent", "kept0", "kept1", "late0", "late1"]
+    await leave([*kept, *late, urgent])
+    rig.gate.check_integrity()
+
+
+async def test_workers_that_come_up_are_waited_for_with_an_empty_queue_too() -> None:
+    rig = Rig()
+    rig.lose_all()
+    first = rig.progress("first")
+    waiting = await rig.begin(first)
+    rig.gate._start_others()
+    rig.clock.advance(3.0)
+    late = rig.progress("late", slo_ttft_ms=50_000)
+    late_task = await rig.begin(late)
+    rig.clock.advance(2.0)
+    rig.gate._start_others()  # the first has waited as long as it may, the other has not
+    assert (await error_of(waiting)).spec.code == "no_workers"
+    assert rig.gate.num_queued == 1
+    rig.set_loads(FREE)
+    await eventually(lambda: rig.started == ["late"])
+    assert (first.marks.queued_s, late.marks.queued_s) == (5.0, 2.0)
+    await leave([late_task])
+    rig.gate.check_integrity()
+
+
+async def test_a_mode_of_its_own_holds_nobody_up_while_nobody_can_take_it() -> None:
+    rig = Rig()
+    rig.workers = (make_worker("d0", FREE), replace(make_worker("p0", FREE), state=SUSPECT))
+    progress = rig.progress("own", mode="STAY")
+    progress.call = replace(progress.call, force_mode="STAY")
+    task = await rig.begin(progress)
+    assert rig.started == ["own"]  # who sends it says what becomes of it
+    await leave([task])
+
+
+async def test_a_time_without_workers_makes_no_queue_look_slow() -> None:
+    rig = Rig()
+    rig.set_loads(FULL)
+    task = await rig.begin(rig.progress("r0"))
+    rate = rig.gate._pools["prefill"].drain.rate(1000.0)
+    rig.lose_all()
+    for _ in range(4):
+        rig.gate._start_others()
+        rig.clock.advance(1.0)
+    rig.set_loads(FULL)
+    rig.gate._start_others()
+    assert rig.gate._pools["prefill"].drain.rate(1000.0) == rate
+    await leave([task])
+
+
+async def test_a_full_queue_refuses_what_nobody_can_take() -> None:
+    rig = Rig(replace(CONFIG, max_queued=1))
+    rig.lose_all()
+    task = await rig.begin(rig.progress("r0"))
+    error = await error_of(await rig.begin(rig.progress("r1")))
+    assert error.spec.code == "overloaded"
+    assert error.retry_after_ms
+    await leave([task])
+    rig.gate.check_integrity()
+
+
 async def test_room_at_a_worker_whose_link_is_broken_is_none() -> None:
     rig = Rig()
     rig.workers = (make_worker("p0", FREE), make_worker("p1", FULL), make_worker("d0", FREE))
-    rig.links = Links(broken=frozenset({(WorkerId("p0"), WorkerId("d0"))}))
+    rig.broken = Links(broken=frozenset({(WorkerId("p0"), WorkerId("d0"))}))
     task = await rig.begin(rig.progress("r0"))
     assert rig.gate.num_queued == 1
-    rig.links = Links()
+    rig.broken = Links()
     await eventually(lambda: rig.started == ["r0"])
     await leave([task])
     rig.gate.check_integrity()

@@ -18,7 +18,7 @@ from services.router.booking import Bookings
 from services.router.gate import Gate
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
-from services.router.policy import PolicyConfig, RequestFacts, choose
+from services.router.policy import Links, PolicyConfig, RequestFacts, choose
 from services.router.request import LogicalRequest
 from services.router.timing import Marks
 from services.router.view import ClusterView
@@ -84,6 +84,28 @@ class Ended:
         return not self.code and self.ttft_s <= SLO_S
 
 
+class Seen:
+    """The workers as one router sees them."""
+
+    def __init__(self, world: World, books: Bookings) -> None:
+        self._world = world
+        self._books = books
+
+    def view(self) -> ClusterView:
+        booked = self._books.booked()
+        prefill = [
+            make_worker(w.worker_id, w.load, booked=booked.get(WorkerId(w.worker_id), Booked()))
+            for w in self._world.workers
+        ]
+        return ClusterView((*prefill, make_worker("d0")), self._world.loop.time())
+
+    def links(self) -> Links:
+        return Links()
+
+    def is_anyone_coming(self) -> bool:
+        return False
+
+
 class World:
     """Routers' gates over two workers they share."""
 
@@ -103,23 +125,12 @@ class World:
         self.books = [Bookings() for _ in range(num_routers)]
         clock = VirtualClock(loop)
         self.gates = [
-            Gate(config or AdmissionConfig(), PolicyConfig(), self._viewer(books), clock,
+            Gate(config or AdmissionConfig(), PolicyConfig(), Seen(self, books), clock,
                  RouterHooks())
             for books in self.books
         ]  # fmt: skip
         self.ended: list[Ended] = []
         self._number = 0
-
-    def _viewer(self, books: Bookings):  # type: ignore[no-untyped-def]  # a closure
-        def view() -> ClusterView:
-            booked = books.booked()
-            prefill = [
-                make_worker(w.worker_id, w.load, booked=booked.get(WorkerId(w.worker_id), Booked()))
-                for w in self.workers
-            ]
-            return ClusterView((*prefill, make_worker("d0")), self.loop.time())
-
-        return view
 
     async def run(self, arrivals: Iterator[tuple[float, int, str]]) -> list[Ended]:
         """Let requests come: seconds to wait before each, its length, its tenant."""
@@ -166,7 +177,7 @@ class World:
         try:
             await gate.enter(progress)
             sent = progress.marks.sent = self.loop.time()
-            decision = choose(facts, self._viewer(books)(), {}, PolicyConfig())
+            decision = choose(facts, Seen(self, books).view(), {}, PolicyConfig())
             progress.decision = decision
             worker = next(w for w in self.workers if w.worker_id == decision.worker.worker_id)
             booking = books.book(decision.worker.worker_id, tokens, 0, sent)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.api import RequestTiming
-from services.router.timing import Marks, StageTimes, attribute
+from services.router.timing import Marks, StageTimes, attribute, ttft_stages
 
 Moment = st.none() | st.floats(0, 100)
 Span = st.integers(0, 10**9)
@@ -13,13 +13,16 @@ Span = st.integers(0, 10**9)
 def total(timing: RequestTiming) -> int:
     """Sum the stages."""
     return (
-        timing.router_us + timing.queue_prefill_us + timing.prefill_us + timing.handoff_us
-        + timing.queue_decode_us + timing.migration_us + timing.decode_us + timing.unattributed_us
+        timing.router_us + timing.queue_us + timing.queue_prefill_us + timing.prefill_us
+        + timing.handoff_us + timing.queue_decode_us + timing.migration_us + timing.decode_us
+        + timing.unattributed_us
     )  # fmt: skip
 
 
 @given(
-    st.builds(Marks, st.floats(0, 100), Moment, Moment, Moment, Moment, Moment),
+    st.builds(
+        Marks, st.floats(0, 100), Moment, Moment, Moment, Moment, Moment, queued_s=st.floats(0, 100)
+    ),
     st.builds(StageTimes, Span, Span, Span, Span, Span, migration_us=Span),
     st.floats(0, 100),
     st.booleans(),
@@ -33,6 +36,15 @@ def test_stages_always_sum_to_e2e(
     assert total(timing) == timing.e2e_us == int(ended * 1e6) - int(marks.received * 1e6)
     assert timing.router_us >= 0
     assert timing.unattributed_us >= 0
+
+
+def test_waiting_to_be_sent_is_a_stage_of_its_own() -> None:
+    marks = Marks(0.0, sent=0.5, first_token=0.6, first_frame=0.61, queued_s=0.48)
+    timing = attribute(marks, StageTimes(prefill_us=100_000), 0.7, has_decode_report=False)
+    assert (timing.router_us, timing.queue_us) == (20_000, 480_000)
+    stages = dict(ttft_stages(marks, timing))
+    assert (stages["router"], stages["queue"]) == (20_000, 480_000)
+    assert sum(stages.values()) == timing.ttft_us == 610_000
 
 
 def test_handoff_hidden_behind_prefill_costs_nothing() -> None:
