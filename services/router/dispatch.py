@@ -237,20 +237,11 @@ class Router:
         self._conductor.check(call)
         scope = HashScope(self._manifest.weights_digest, "", call.namespace)
         hashes = chain_hashes(scope, call.token_ids)
-        facts = RequestFacts(
-            request_id=call.request_id,
-            num_tokens=len(call.token_ids),
-            max_tokens=call.sampling.max_tokens,
-            n=call.sampling.n,
-            prefix_root=_tie_root(call, hashes),
-            force_mode=call.force_mode or self._config.force_mode,
-            max_tbt_s=call.slo_tpot_ms / 1000,
-        )
         self._last_number += 1
         progress = Progress(
             number=self._last_number,
             call=call,
-            facts=facts,
+            facts=facts_of(call, hashes, self._config),
             hashes=hashes,
             logical=LogicalRequest(call, self._text, self._manifest.eos_token_ids),
             marks=Marks(received=call.received_at),
@@ -344,6 +335,19 @@ def _report(summary: RequestSummary, request: OpenRequest | None, now: float) ->
     timing = summary.end.timing if summary.end is not None else None
     return report_of(
         request.progress, summary.outcome, message=message, timing=timing, ended_at=now
+    )
+
+
+def facts_of(call: GenerateCall, hashes: Sequence[BlockHash], config: RouterConfig) -> RequestFacts:
+    """Return what the policy needs to know of a request."""
+    return RequestFacts(
+        request_id=call.request_id,
+        num_tokens=len(call.token_ids),
+        max_tokens=call.sampling.max_tokens,
+        n=call.sampling.n,
+        prefix_root=_tie_root(call, hashes),
+        force_mode=call.force_mode or config.force_mode,
+        max_tbt_s=call.slo_tpot_ms / 1000 or config.admission.slo_tpot_s,
     )
 
 
