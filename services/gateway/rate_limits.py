@@ -176,17 +176,14 @@ class RateLimits:
                 log.exception("gateway.limits_fault")
 
     async def share_once(self, store: LimitShare) -> None:
-        """Tell the store what was spent here; without an answer, tell it next time."""
+        """Tell the store what was spent here; without an answer the next call says so again."""
         claims = self._limiter.claims(_MAX_CLAIMS, self._clock.now())
         if not claims:
             return
         named = [(self._namespaces.budget(claim.tenant), claim) for claim in claims]
         try:
             answers = await store.share(named)
-        except BaseException as error:
-            self._limiter.put_back(claims)
-            if not isinstance(error, StoreUnavailable):
-                raise
+        except StoreUnavailable as error:
             now = self._clock.now()
             if now - self._warned_at >= _WARN_EVERY_S:
                 self._warned_at = now

@@ -3,6 +3,9 @@
 Several routers hold one budget. Each decides alone and at once, on what it knows; now and then it
 tells the others, through the store, what it has spent, and hears what is left in all. While nobody
 answers it lets through its own share: the rate over as many routers as there were.
+
+It tells what it has spent in all, not what it has spent since: a message whose answer is lost may
+have come or not, and the next one says the same and more.
 """
 
 from __future__ import annotations
@@ -56,11 +59,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What this router has spent of a tenant's budget since it told last."""
+    """What this router has spent of a tenant's budget since it knows of the tenant."""
 
     tenant: str
+    life: int  # another one counts from zero
     requests: float
     tokens: float
+    told_requests: float  # of them, what the store is known to have been told
+    told_tokens: float
     streams: int  # open now
     limits: TenantLimits
 
@@ -78,12 +84,15 @@ class Shared:
 @dataclass(slots=True)
 class _Account:
     limits: TenantLimits
+    life: int
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
     other_streams: int = 0
     num_routers: int = 1
     spent_requests: float = 0.0
     spent_tokens: float = 0.0
+    told_requests: float = 0.0
+    told_tokens: float = 0.0
 
     def shape(self, limits: TenantLimits, now: float) -> None:
         """Take over limits, of which this router has its share."""
@@ -107,7 +116,24 @@ class _Account:
     @property
     def is_told(self) -> bool:
         """Whether the others know all that was spent here."""
-        return not (self.spent_requests or self.spent_tokens)
+        spent, told = self.spent_requests, self.told_requests
+        return spent == told and self.spent_tokens == self.told_tokens
+
+    def claim(self, tenant: str, streams: int) -> Claim:
+        """Say what was spent."""
+        return Claim(
+            tenant, self.life, self.spent_requests, self.spent_tokens, self.told_requests,
+            self.told_tokens, streams, self.limits,
+        )  # fmt: skip
+
+    def settle(self, claim: Claim, shared: Shared, now: float) -> None:
+        """Go on from what all routers have left, less what was spent here since the claim."""
+        self.told_requests, self.told_tokens = claim.requests, claim.tokens
+        self.num_routers = max(1, shared.num_routers)
+        self.other_streams = max(0, shared.other_streams)
+        self.shape(self.limits, now)
+        _refit(self.requests, shared.requests - (self.spent_requests - claim.requests), now)
+        _refit(self.tokens, shared.tokens - (self.spent_tokens - claim.tokens), now)
 
 
 def _shaped(
@@ -130,6 +156,7 @@ class TenantLimiter:
         self._limits_of = limits_of
         self._max_tenants = max_tenants
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self._num_lives = 0
         # Of every tenant: limits may come and go while they are open.
         self._streams: dict[str, int] = {}
 
@@ -161,7 +188,7 @@ class TenantLimiter:
             self._streams[tenant] = left
 
     def claims(self, max_claims: int, now: float) -> tuple[Claim, ...]:
-        """Take what is to be told to the other routers; `settle` or `put_back` must follow.
+        """Say what is to be told to the other routers; `settle` follows if there is an answer.
 
         A budget that is not full is asked after too: the others may be spending it.
         """
@@ -169,16 +196,7 @@ class TenantLimiter:
         for tenant, account in self._accounts.items():
             if self._is_idle(tenant, account) and account.is_full(now):
                 continue
-            found.append(
-                Claim(
-                    tenant,
-                    account.spent_requests,
-                    account.spent_tokens,
-                    self._streams.get(tenant, 0),
-                    account.limits,
-                )
-            )
-            account.spent_requests = account.spent_tokens = 0.0
+            found.append(account.claim(tenant, self._streams.get(tenant, 0)))
             if len(found) == max_claims:
                 break
         for claim in found:  # the others are first next time
@@ -186,24 +204,11 @@ class TenantLimiter:
         return tuple(found)
 
     def settle(self, claims: Sequence[Claim], answers: Sequence[Shared], now: float) -> None:
-        """Go on from what all routers have left, less what was spent here meanwhile."""
+        """Learn what all routers have left."""
         for claim, shared in zip(claims, answers, strict=True):
             account = self._accounts.get(claim.tenant)
-            if account is None:
-                continue
-            account.num_routers = max(1, shared.num_routers)
-            account.other_streams = max(0, shared.other_streams)
-            account.shape(account.limits, now)
-            _refit(account.requests, shared.requests - account.spent_requests, now)
-            _refit(account.tokens, shared.tokens - account.spent_tokens, now)
-
-    def put_back(self, claims: Sequence[Claim]) -> None:
-        """The others were not told; they will be next time."""
-        for claim in claims:
-            account = self._accounts.get(claim.tenant)
-            if account is not None:
-                account.spent_requests += claim.requests
-                account.spent_tokens += claim.tokens
+            if account is not None and account.life == claim.life:
+                account.settle(claim, shared, now)
 
     def _account(self, tenant: str, now: float) -> _Account | None:
         limits = self._limits_of(tenant)
@@ -212,7 +217,8 @@ class TenantLimiter:
             self._accounts.pop(tenant, None)  # they were taken away
             return None
         if account is None:
-            account = _Account(limits)
+            self._num_lives += 1
+            account = _Account(limits, self._num_lives)
             account.shape(limits, now)
             self._accounts[tenant] = account
             self._forget_idle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import redis
 from services.common.clock import ManualClock, SystemClock
 from services.common.config import AuthSettings, IsthmusConfig
 from services.common.errors import StoreUnavailable
+from services.common.ids import Incarnation
 from services.common.secret import Secret
 from services.gateway.main import _RouterProcess
 from services.gateway.namespaces import Namespaces
@@ -22,7 +23,7 @@ from services.registry.limits import LimitStore, limits_call, parse_limits
 from services.registry.reader import RedisRegistryReader
 from services.registry.schema import Keys
 from services.registry.store_client import StoreAddress
-from services.resilience.tenant_limiter import Claim, TenantLimits
+from services.resilience.tenant_limiter import Claim, Shared, TenantLimits
 from tests.support.limits_twin import LimitsTwin
 from tests.support.store import running_store
 from tests.support.toy_model import make_toy_model
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.integration
 
 SECRET = Secret(b"s" * 32)
 NAMES = Namespaces(SECRET)
+LIFE = Incarnation(7)
 TENANTS = """
 default: {requests_per_s: 0.001, request_burst: 20, tokens_per_min: 6000, max_streams: 6}
 tenants:
@@ -51,17 +53,20 @@ def test_script_and_twin_agree(store: EmbeddedStore, seed: int) -> None:
     shapes = [TenantLimits(3, 7, 600, 4), TenantLimits(0.1, 0, 0, 2), TenantLimits(0, 0, 7e6, 0)]
     with closing(redis.Redis.from_url(store.url, protocol=2)) as client:
         for _ in range(120):
-            now_ms += rng.choice([-500, 0, 1, 200, 3000])
+            now_ms += rng.choice([-500, 0, 1, 200, 3000, 59_000, 61_000])
             router = rng.choice(["r0", "r1", "r2"])
             claims = [
                 (
                     f"t{i}",
-                    Claim("x", rng.randrange(5), rng.randrange(-200, 900), rng.randrange(4), shape),
+                    Claim(
+                        "x", rng.randrange(2), rng.randrange(5), rng.randrange(-200, 900),
+                        rng.randrange(3), rng.randrange(-100, 100), rng.randrange(4), shape,
+                    ),
                 )
                 for i, shape in enumerate(shapes)
                 if rng.random() < 0.7
-            ]
-            call = limits_call(keys, router, claims, now_ms)
+            ]  # fmt: skip
+            call = limits_call(keys, (router, LIFE), claims, now_ms)
             raw = client.eval(call.script.text, len(call.keys), *call.keys, *call.args)
             expected = tuple(twin.share(router, name, claim, now_ms) for name, claim in claims)
             assert parse_limits(raw, len(claims)) == expected
@@ -179,7 +184,7 @@ async def test_without_a_store_each_router_goes_on_alone(
         await limits.share_once(Silent())
     assert [r.message for r in caplog.records] == ["gateway.limits_not_shared"]
     (claim,) = limits._limiter.claims(10, clock.now())
-    assert (claim.requests, claim.tokens) == (15, 150)
+    assert (claim.requests, claim.tokens, claim.told_requests, claim.told_tokens) == (15, 150, 0, 0)
     refused = 0
     for _ in range(20):
         try:
@@ -188,6 +193,30 @@ async def test_without_a_store_each_router_goes_on_alone(
         except RateLimited:
             refused += 1
     assert refused == 15
+
+
+async def test_what_came_although_its_answer_was_lost_is_not_told_twice(
+    store: EmbeddedStore, tenants_file: Path
+) -> None:
+    routers = Routers(store, tenants_file, "lost")
+
+    class Deaf:
+        async def share(self, claims: Sequence[tuple[str, Claim]]) -> tuple[Shared, ...]:
+            await routers.stores[0].share(claims)
+            raise StoreUnavailable("no answer within 250 ms")
+
+    try:
+        for _ in range(3):
+            assert routers.let_in(0, 5) == 5
+            await routers.limits[0].share_once(Deaf())
+        assert routers.let_in(1, 1) == 1
+        await routers.limits[1].share_once(routers.stores[1])
+        assert routers.let_in(1, 100) == 4  # fifteen of twenty are gone, and not thirty
+        await routers.share()
+        await routers.share()
+        assert routers.let_in(0, 100) == 0
+    finally:
+        await routers.close()
 
 
 async def test_tenants_that_share_prefixes_do_not_share_a_budget(

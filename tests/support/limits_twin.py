@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.registry.limits import WORD_MS
+from services.registry.limits import KEEP_MS, WORD_MS
 from services.resilience.tenant_limiter import Claim, Shared
 
 
 @dataclass
 class Budget:
-    """What one tenant has left, and who has streams."""
+    """What one tenant has left, and what each router has said last."""
 
     requests: float
     tokens: float
     at_ms: float
-    streams: dict[str, tuple[int, float]] = field(default_factory=dict)
+    words: dict[str, tuple[float, Claim]] = field(default_factory=dict)  # with its end
 
 
 @dataclass
@@ -32,15 +32,19 @@ class LimitsTwin:
         passed_s = max(0.0, now_ms - budget.at_ms) / 1000
         budget.requests = min(bursts[0], budget.requests + passed_s * limits.requests_per_s)
         budget.tokens = min(bursts[1], budget.tokens + passed_s * (limits.tokens_per_min / 60))
-        budget.requests -= claim.requests
-        budget.tokens -= claim.tokens
+        known = {r: word for r, word in budget.words.items() if word[0] + KEEP_MS >= now_ms}
+        own = known[router][1] if router in known else None
+        told = (claim.told_requests, claim.told_tokens)
+        if own is not None and own.life == claim.life:
+            told = (own.requests, own.tokens)
+        budget.requests -= claim.requests - told[0]
+        budget.tokens -= claim.tokens - told[1]
         budget.at_ms = max(now_ms, budget.at_ms)
-        alive = {r: word for r, word in budget.streams.items() if word[1] >= now_ms}
-        others = {r: word for r, word in alive.items() if r != router}
-        budget.streams = {**others, router: (claim.streams, now_ms + WORD_MS)}
+        others = [c for r, (end, c) in known.items() if r != router and end >= now_ms]
+        budget.words = {**known, router: (now_ms + WORD_MS, claim)}
         return Shared(
             budget.requests,
             budget.tokens,
-            sum(count for count, _ in others.values()),
+            sum(other.streams for other in others),
             1 + len(others),
         )

@@ -89,7 +89,7 @@ def test_tokens_given_back_are_told_and_fill_no_bucket_over_its_size() -> None:
     assert verdict.tokens is not None
     assert verdict.tokens.remaining == 600
     (claim,) = limits.claims(10, 5.0)
-    assert claim.tokens == -100
+    assert (claim.told_tokens, claim.tokens) == (100, 0)
 
 
 def test_streams_are_counted_while_they_are_open() -> None:
@@ -192,16 +192,34 @@ def test_without_an_answer_a_router_has_its_share_of_the_rate() -> None:
     assert reasons(limits, 1, 0.5) == ["ok"]
 
 
-def test_what_could_not_be_told_is_told_next_time() -> None:
+def test_what_was_not_answered_is_told_again_as_a_total() -> None:
     limits = limiter()
     reasons(limits, 1, 0.0)
-    limits.put_back(limits.claims(10, 0.0))
+    limits.claims(10, 0.0)  # and no answer
     reasons(limits, 1, 0.0)
     (claim,) = limits.claims(10, 0.0)
-    assert claim.requests == 2
+    assert (claim.requests, claim.told_requests) == (2, 0)
+    limits.settle([claim], [Shared(2, 600, 0, 1)], 0.0)
     (claim,) = limits.claims(10, 0.0)
-    assert claim.requests == 0  # asked after until it is full again
+    assert (claim.requests, claim.told_requests) == (2, 2)  # asked after until it is full again
     assert limits.claims(10, 2.0) == ()
+
+
+def test_a_tenant_that_was_forgotten_counts_in_another_life() -> None:
+    """Totals begin at zero again, which must not look like budget given back."""
+    table = {"a": LIMITS}
+    limits = TenantLimiter(table.get)
+    reasons(limits, 1, 0.0)
+    (claim,) = limits.claims(10, 0.0)
+    del table["a"]
+    reasons(limits, 1, 0.0)
+    table["a"] = LIMITS
+    reasons(limits, 2, 0.0)
+    (later,) = limits.claims(10, 0.0)
+    assert later.life != claim.life
+    assert (later.requests, later.told_requests) == (2, 0)
+    limits.settle([claim], [Shared(0, 0, 0, 1)], 0.0)  # an answer to the earlier life
+    assert limits.admit("a", 0.0).reason == "ok"
 
 
 def test_a_lying_store_locks_nobody_out_for_long() -> None:
@@ -234,4 +252,4 @@ def test_over_any_time_no_more_than_rate_and_burst_get_in(seed: int) -> None:
 def test_claims_carry_the_limits_they_were_made_under() -> None:
     limits = limiter()
     reasons(limits, 1, 0.0)
-    assert limits.claims(1, 0.0) == (Claim("a", 1, 0, 0, LIMITS),)
+    assert limits.claims(1, 0.0) == (Claim("a", 1, 1, 0, 0, 0, 0, LIMITS),)
