@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+from services.common.decayed import Ewma
 
 _WARMUP_STEPS = 2  # first steps compile, fault pages in and fill caches: no measure of anything
 _ALPHA = 0.2
@@ -14,21 +15,6 @@ _LENGTHS_KEPT = 256
 _LENGTHS_MIN = 16
 _LENGTH_QUANTILE = 0.7
 _UNKNOWN_LENGTH = 64
-
-
-@dataclass(slots=True)
-class Ewma:
-    """Exponentially weighted mean; None before the first sample."""
-
-    alpha: float = _ALPHA
-    value: float | None = None
-
-    def add(self, sample: float) -> None:
-        """Take one sample."""
-        if self.value is None:
-            self.value = sample
-        else:
-            self.value += self.alpha * (sample - self.value)
 
 
 class LineFit:
@@ -62,10 +48,10 @@ class EngineStats:
         self.attach_moved = 0  # blocks
         self.attach_changed = 0  # sequences
         self.unpinned = 0  # blocks a hand-off gave back before its end
-        self._prefill_rate = Ewma()
+        self._prefill_rate = Ewma(_ALPHA)
         self._prefill_s = LineFit()
         self._chunk_sizes: deque[int] = deque(maxlen=_SAME_CHUNKS)
-        self._step_s = Ewma()
+        self._step_s = Ewma(_ALPHA)
         self._decode_us = LineFit()
         self._lengths: deque[int] = deque(maxlen=_LENGTHS_KEPT)
         self._usual_length = _UNKNOWN_LENGTH

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, sqrt
+from math import inf, sqrt
 
+from services.common.decayed import DecayedSums
 from services.router.policy import PolicyConfig
 from services.router.view import WorkerView
 
@@ -241,25 +242,20 @@ class TtftRatio:
     """Measured over predicted time to the first token, averaged over the last seconds."""
 
     def __init__(self) -> None:
-        self._at = -inf
-        self._weight = self._measured_s = self._predicted_s = 0.0
+        self._sums = DecayedSums(3, _RATIO_TAU_S)  # samples, measured, predicted
 
     def note(self, predicted_s: float, measured_s: float, now: float) -> None:
         """Learn how one prediction turned out."""
-        faded = exp(-max(0.0, now - self._at) / _RATIO_TAU_S)
-        self._at = now
-        self._weight = self._weight * faded + 1
-        self._predicted_s = self._predicted_s * faded + predicted_s
-        self._measured_s = self._measured_s * faded + measured_s
+        self._sums.add(now, 1, measured_s, predicted_s)
 
     @property
     def value(self) -> float:
         """What to multiply a prediction by."""
-        if not self._weight:
+        weight, measured_s, predicted_s = self._sums.values
+        if not weight:
             return 1.0
-        measured_s = self._measured_s / self._weight + _RATIO_BIAS_S
-        predicted_s = self._predicted_s / self._weight + _RATIO_BIAS_S
-        return min(max(measured_s / predicted_s, _MIN_RATIO), _MAX_RATIO)
+        ratio = (measured_s / weight + _RATIO_BIAS_S) / (predicted_s / weight + _RATIO_BIAS_S)
+        return min(max(ratio, _MIN_RATIO), _MAX_RATIO)
 
 
 class WaitMargin:
@@ -270,20 +266,17 @@ class WaitMargin:
     """
 
     def __init__(self) -> None:
-        self._at = -inf
-        self._weight = self._squares = 0.0
+        self._sums = DecayedSums(2, _RATIO_TAU_S)  # samples, squares
 
     def note(self, predicted_s: float, waited_s: float, now: float) -> None:
         """Learn how one prediction turned out; one that was too long counts as right."""
-        faded = exp(-max(0.0, now - self._at) / _RATIO_TAU_S)
-        self._at = now
-        self._weight = self._weight * faded + 1
-        self._squares = self._squares * faded + max(0.0, waited_s - predicted_s) ** 2
+        self._sums.add(now, 1, max(0.0, waited_s - predicted_s) ** 2)
 
     @property
     def value_s(self) -> float:
         """Seconds to add to a predicted wait."""
-        return _MARGIN_DEVIATIONS * sqrt(self._squares / self._weight) if self._weight else 0.0
+        weight, squares = self._sums.values
+        return _MARGIN_DEVIATIONS * sqrt(squares / weight) if weight else 0.0
 
 
 class DrainRate:
@@ -294,20 +287,17 @@ class DrainRate:
     """
 
     def __init__(self) -> None:
-        self._at = -inf
         self._is_busy = False
-        self._tokens = 0.0
-        self._busy_s = 0.0
+        self._at = -inf
+        self._sums = DecayedSums(2, _DRAIN_TAU_S)  # tokens, busy seconds
 
     def note(self, tokens: int, now: float, *, is_busy: bool) -> None:
         """Learn that so many tokens left; `is_busy` says whether something still waits."""
-        passed_s = max(0.0, now - self._at)
-        faded = exp(-passed_s / _DRAIN_TAU_S)
-        self._tokens = self._tokens * faded + tokens
-        self._busy_s = self._busy_s * faded + (passed_s if self._is_busy else 0.0)
+        busy_s = max(0.0, now - self._at) if self._is_busy else 0.0
+        self._sums.add(now, tokens, busy_s)
         self._at, self._is_busy = now, is_busy
 
     def rate(self, pool_tok_s: float) -> float:
         """Return the rate; with little to go by it is that of the pool's workers."""
-        tokens = self._tokens + pool_tok_s * _DRAIN_PRIOR_S
-        return tokens / (self._busy_s + _DRAIN_PRIOR_S)
+        tokens, busy_s = self._sums.values
+        return (tokens + pool_tok_s * _DRAIN_PRIOR_S) / (busy_s + _DRAIN_PRIOR_S)

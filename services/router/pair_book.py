@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from statistics import median
 
+from services.common.decayed import Ewma
 from services.common.ids import WorkerId
 from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
 from services.router.policy import Links, Pair
@@ -25,7 +26,7 @@ _BREAKER = BreakerConfig(window_s=60.0, min_calls=2, failure_share=0.75, open_s=
 @dataclass(slots=True)
 class _PairState:
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(_BREAKER))
-    token_s: float | None = None
+    token_s: Ewma = field(default_factory=lambda: Ewma(_ALPHA))
     num_seen: int = 0
 
 
@@ -53,11 +54,8 @@ class PairBook:
         if num_tokens < _MIN_TOKENS or handoff_s < 0:
             return
         state.num_seen += 1
-        if state.num_seen <= _WARMUP:
-            return
-        sample = handoff_s / num_tokens
-        old = state.token_s
-        state.token_s = sample if old is None else old + _ALPHA * (sample - old)
+        if state.num_seen > _WARMUP:
+            state.token_s.add(handoff_s / num_tokens)
 
     def failed(self, pair: Pair, now: float) -> None:
         """The pair could not exchange KV."""
@@ -70,7 +68,8 @@ class PairBook:
 
     def links(self, now: float) -> Links:
         """Return what the policy needs: the usual link, and the pairs that are not usual."""
-        known = {p: s.token_s for p, s in self._pairs.items() if s.token_s is not None}
+        means = {p: s.token_s.value for p, s in self._pairs.items()}
+        known = {p: token_s for p, token_s in means.items() if token_s is not None}
         usual = median(known.values()) if known else 0.0
         unlike = {p: t for p, t in known.items() if not usual <= t * _UNLIKE <= usual * _UNLIKE**2}
         broken = frozenset(p for p, s in self._pairs.items() if not s.breaker.can_call(now))
