@@ -24,6 +24,9 @@ _MARGIN_DEVIATIONS = 2.0
 _DRAIN_TAU_S = 3.0
 _DRAIN_PRIOR_S = 0.5
 _NO_WORKER_RETRY_S = 1.0
+# What has to wait for the loop until a request is sent: its bytes, before anything knows of them,
+# and the store's answer. From there on the learned ratio knows.
+LOOP_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,12 @@ class Standing:
     gap_s: float = 0.0  # between tokens where it would decode
     idle_gap_s: float = 0.0  # the same with nothing else there
     margin_s: float = 0.0  # for what waits in the queue scatter
+    router_s: float = 0.0  # for this router's own core, where that has too much to do
 
     @property
     def wait_s(self) -> float:
         """All waiting before its own work begins, with a margin."""
-        return self.queue_wait_s + self.margin_s + self.worker_wait_s
+        return self.router_s + self.queue_wait_s + self.margin_s + self.worker_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,9 @@ def admit(wish: Wish, standing: Standing, config: AdmissionConfig) -> Admission:
     if not standing.fits_queue:
         return refuse("queue_full", wait_s / 2)
     reason = "behind_others" if standing.num_queued else "no_room"
-    late_in_s = _late_in_s(wish, standing.work_s + standing.worker_wait_s, config)
+    late_in_s = _late_in_s(
+        wish, standing.work_s + standing.worker_wait_s + standing.router_s, config
+    )
     return Admission(QUEUE, reason, predicted_s, wait_s, late_in_s=late_in_s)
 
 

@@ -38,6 +38,7 @@ from services.router.reports import (
 from services.router.request import LogicalRequest, TokenText
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
+from services.runtime.loop_lag import LoopLag
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -69,6 +70,7 @@ class Router:
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._recent = RecentRequests(config.max_reports) if recent is None else recent
+        self._lag = LoopLag(clock)
         self._gate = Gate(
             config.admission,
             config.policy,
@@ -76,6 +78,7 @@ class Router:
             clock,
             self._hooks,
             config.wait_s,
+            self._lag.value_s,
         )
         self._models: tuple[ServedModel, ...] = ()
         self._models_until = float("-inf")
@@ -88,12 +91,15 @@ class Router:
     async def start(self) -> None:
         """Find the workers and connect to them; returns without waiting for any."""
         await self._cluster.start(self._conductor)
+        self._lag.start()
         self._hooks.watch(
             lambda: self._conductor.num_open,
             self._cluster.view,
             lambda: bool(self._cluster.degraded),
         )
-        self._hooks.watch_admission(lambda: self._gate.num_queued, lambda: self._gate.ttft_ratio)
+        self._hooks.watch_admission(
+            lambda: self._gate.num_queued, lambda: self._gate.ttft_ratio, self._lag.value_s
+        )
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let open ones end within `drain_s`, then end the rest."""
@@ -105,6 +111,7 @@ class Router:
         if self._conductor.num_open:
             self._conductor.fail_all(RequestError("draining", "the router is shutting down"))
             await asyncio.sleep(0.02)  # let the Links write the cancels
+        self._lag.stop()
         await self._cluster.stop()
 
     # -- questions ---------------------------------------------------------------------------

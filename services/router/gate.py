@@ -17,6 +17,7 @@ from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.resilience.fair_queue import FairQueue, Waiting
 from services.router.admission import (
+    LOOP_PASSES,
     REFUSE,
     START,
     Admission,
@@ -131,12 +132,15 @@ class Gate:
         clock: Clock,
         hooks: RouterHooks,
         wait_s: float = 5.0,
+        lag_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Start with nothing waiting.
 
         Args:
             wait_s: how long a request is kept for workers that may be back in a moment.
+            lag_s: how late this router's loop runs what is due.
         """
+        self._lag_s = lag_s
         self._config = config
         self._wait_s = wait_s
         self._policy = policy
@@ -446,7 +450,10 @@ class Gate:
         prefill, decode = view.usable("prefill"), view.usable("decode")
         starting = sum(pool.starting_tokens for pool in self._pools.values())
         wait_s = longest_backlog_s((*prefill, *decode), starting, self._policy, self._config)
-        if wait_s * self._ratio.value > min(wish.left_s, self._config.worker_backlog_s):
+        wait_s *= self._ratio.value
+        if wait_s > self._config.worker_backlog_s:
+            return False
+        if wait_s + self._lag_s() * LOOP_PASSES > wish.left_s:
             return False
         entry = _Entry(progress, self._pool("prefill"), progress.facts.num_tokens)
         self._entries[progress.number] = entry
@@ -497,6 +504,7 @@ class Gate:
         return Standing(
             queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
             margin_s=pool.margin(call.tenant).value_s if ahead else 0.0,
+            router_s=self._lag_s() * LOOP_PASSES,
             worker_wait_s=backlog.worker_s * ratio,
             work_s=backlog.work_s * ratio,
             has_room=backlog.has_room,

@@ -83,8 +83,9 @@ class RouterHooks:
         """Gauges may be read from these."""
 
     def watch_admission(
-        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float]
-    ) -> None:
+        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float],
+        lag_s: Callable[[], float],
+    ) -> None:  # fmt: skip
         """Gauges may be read from these."""
 
 
@@ -102,7 +103,7 @@ class MetricsHooks(RouterHooks):
         self._metrics = metrics
         # One for each model this process routes to.
         self._watched: list[_Watched] = []
-        self._gates: list[tuple[Callable[[], int], Callable[[], float]]] = []
+        self._gates: list[tuple[Callable[[], int], Callable[[], float], Callable[[], float]]] = []
 
     def admitted(self, call: GenerateCall, admission: Admission) -> None:
         """Count it by what was done and why."""
@@ -201,10 +202,12 @@ class MetricsHooks(RouterHooks):
         self._metrics.watch(catalog.DEGRADED, lambda: float(any(w.is_degraded() for w in watched)))
 
     def watch_admission(
-        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float]
-    ) -> None:
-        """Register the gauges: the sum of the queues, and the ratio of the worst off."""
+        self, num_queued: Callable[[], int], ttft_ratio: Callable[[], float],
+        lag_s: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """Register the gauges: the sum of the queues, and what the worst off have."""
         gates = self._gates
-        gates.append((num_queued, ttft_ratio))
-        self._metrics.watch(catalog.QUEUED, lambda: sum(queued() for queued, _ in gates))
-        self._metrics.watch(catalog.TTFT_RATIO, lambda: max(ratio() for _, ratio in gates))
+        gates.append((num_queued, ttft_ratio, lag_s))
+        self._metrics.watch(catalog.QUEUED, lambda: sum(queued() for queued, _, _ in gates))
+        self._metrics.watch(catalog.LOOP_LAG, lambda: max(lag() for _, _, lag in gates))
+        self._metrics.watch(catalog.TTFT_RATIO, lambda: max(ratio() for _, ratio, _ in gates))

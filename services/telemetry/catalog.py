@@ -142,6 +142,10 @@ ADMISSIONS = Counter(
     ("action", "reason"),
 )  # fmt: skip
 QUEUED = Gauge("isthmus_queued", "requests", "Requests that wait in the router for a worker.")
+LOOP_LAG = Gauge(
+    "isthmus_loop_lag_seconds", "s",
+    "How late the router's event loop runs what is due, in the last second: its core is too slow.",
+)  # fmt: skip
 TTFT_PREDICTION = Histogram(
     "isthmus_ttft_prediction_ratio", "1", "Measured TTFT over the one predicted at arrival.",
     (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0),

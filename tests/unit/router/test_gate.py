@@ -49,7 +49,10 @@ class Rig:
         self.workers: tuple[WorkerView, ...] = ()
         self.heard = Heard()
         self.broken = Links()
-        self.gate = Gate(config, PolicyConfig(), self, self.clock, self.heard)
+        self.lag_s = 0.0
+        self.gate = Gate(
+            config, PolicyConfig(), self, self.clock, self.heard, lag_s=lambda: self.lag_s
+        )
         self.started: list[str] = []
         self._last_number = 0
         self.set_loads(FREE)
@@ -234,6 +237,26 @@ async def test_a_hopeless_slo_under_load_is_refused_at_once() -> None:
     assert error.spec.code == "overloaded"
     assert error.retry_after_ms == pytest.approx((4.0 - (0.8 - 0.1)) * 1000)
     assert rig.gate.num_queued == 0
+
+
+async def test_a_router_that_is_too_slow_itself_refuses_what_would_be_late_by_it() -> None:
+    rig = Rig()
+    rig.lag_s = 0.2
+    assert (await error_of(await rig.begin(rig.progress("r", slo_ttft_ms=500)))).retry_after_ms
+    refused = rig.heard.admissions[-1]
+    assert refused.reason == "ttft_slo"
+    assert refused.predicted_ttft_s == pytest.approx(0.5)
+    patient = [
+        await rig.begin(rig.progress("s", slo_ttft_ms=900)),
+        await rig.begin(rig.progress("t")),
+    ]
+    assert rig.started == ["s", "t"]
+    hurried = rig.progress("u")
+    hurried.call = replace(hurried.call, deadline=rig.clock.now() + 0.3)
+    await error_of(await rig.begin(hurried))
+    assert rig.heard.admissions[-1].reason == "deadline"
+    await leave(patient)
+    rig.gate.check_integrity()
 
 
 async def test_the_policys_slo_holds_for_requests_that_name_none() -> None:
