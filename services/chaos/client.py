@@ -31,17 +31,23 @@ class Heard:
     text: dict[int, str] = field(default_factory=dict)
     ends: dict[int, tuple[int, str]] = field(default_factory=dict)
     logprob_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)  # tokens of the prompt and of the answer
     code: str = ""  # of the error table; "" = answered
     took_s: float = 0.0
     migrations: int = 0  # times it went on at another worker
     plane: str = ""  # over which its KV was handed off
+    first_s: float | None = None  # when the first tokens came
     newest_s: float = 0.0  # when the newest frame came
+    was_blind: bool = False  # its router decided without the store
+    has_ids: bool = True  # its door gives token ids
 
     def forget(self) -> None:
         """Begin anew: the request is sent once more."""
-        for heard in (self.token_ids, self.text, self.ends, self.logprob_ids):
+        for heard in (self.token_ids, self.text, self.ends, self.logprob_ids, self.logprobs):
             heard.clear()
         self.code, self.took_s, self.newest_s, self.migrations = "", 0.0, 0.0, 0
+        self.first_s = None
 
     @property
     def answer(self) -> object:
@@ -68,6 +74,8 @@ async def call(
         async for frame in stub.Generate(body, timeout=timeout_s, metadata=metadata):
             _take(heard, frame)
             heard.newest_s = time.monotonic() - start
+            if heard.first_s is None and frame.num_tokens:
+                heard.first_s = heard.newest_s
     except grpc.aio.AioRpcError as error:
         heard.code = code_of(error)
     heard.took_s = time.monotonic() - start
@@ -82,9 +90,13 @@ def _take(heard: Heard, frame: inference_pb2.GenerateFrame) -> None:
         ids.extend(np.frombuffer(frame.token_ids, dtype="<u4").tolist())
     heard.text[frame.choice] = heard.text.get(frame.choice, "") + frame.text
     heard.logprob_ids.setdefault(frame.choice, []).extend(e.token_id for e in frame.logprobs)
+    heard.logprobs.setdefault(frame.choice, []).extend(e.logprob for e in frame.logprobs)
+    if frame.HasField("usage"):
+        heard.usage = (frame.usage.prompt_tokens, frame.usage.completion_tokens)
     if frame.HasField("timing"):
         heard.migrations = frame.timing.migrations
         heard.plane = _PLANES.get(frame.timing.plane, "")
+        heard.was_blind = frame.timing.routed_locally
     if frame.HasField("finish"):
         if frame.choice in heard.ends:
             raise StreamBroken("a choice ended twice")

@@ -122,13 +122,17 @@ class Findings:
     failed: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_EXAMPLES))  # the last
     examples: list[str] = field(default_factory=list)  # of what was wrong, a few
 
-    def judge(self, body: Body, expected: Answer, heard: Heard, *, was_cancelled: bool) -> None:
-        """Take one call to its end: all tokens right, or those before the end, and in time."""
+    def judge(self, body: Body, wrong: str, heard: Heard, *, was_cancelled: bool) -> None:
+        """Take one call to its end: right, or right up to its end, and in time.
+
+        Args:
+            wrong: what was, "" if all was right.
+        """
         self.slowest_s = max(self.slowest_s, heard.took_s)
         is_answered = not was_cancelled and not heard.code
-        if not _is_right(expected, heard.token_ids, is_whole=is_answered):
+        if wrong:
             self.num_wrong += 1
-            self.note(f"{_name(body)}: wrong tokens")
+            self.note(f"{_name(body)}: wrong {wrong}")
         # A router that keeps deadlines ends every call itself, with a code, and in time.
         if heard.took_s > body.timeout_ms / 1000 + GRACE_S / 2:
             self.num_hung += 1
@@ -151,10 +155,11 @@ class Findings:
             self.examples.append(what)
 
 
-def _is_right(expected: Answer, heard: Answer, *, is_whole: bool) -> bool:
-    if is_whole:
-        return heard == expected
-    return all(ids == expected.get(choice, [])[: len(ids)] for choice, ids in heard.items())
+def wrong_tokens(expected: Answer, heard: Answer, *, is_whole: bool) -> str:
+    """Say so where they are; of what is not whole all must be how it begins."""
+    begins = all(ids == expected.get(choice, [])[: len(ids)] for choice, ids in heard.items())
+    is_right = heard == expected if is_whole else begins
+    return "" if is_right else "tokens"
 
 
 def _name(body: Body) -> str:
@@ -213,6 +218,10 @@ class KnownLoad:
             finally:
                 self._num_running -= 1
 
+    def _wrong(self, index: int, heard: Heard, *, is_whole: bool) -> str:
+        """Say what is wrong with what was heard of a request, "" if nothing is."""
+        return wrong_tokens(self._answers[index], heard.token_ids, is_whole=is_whole)
+
     async def _one(self, ask: Ask) -> None:
         rng, findings = self._rng, self.findings
         index = rng.randrange(len(self._bodies))
@@ -232,6 +241,8 @@ class KnownLoad:
         except StreamBroken as error:
             findings.num_broken += 1
             findings.note(f"{_name(body)}: {error}")
-        findings.judge(body, self._answers[index], heard, was_cancelled=was_cancelled)
+        is_whole = not was_cancelled and not heard.code
+        wrong = self._wrong(index, heard, is_whole=is_whole)
+        findings.judge(body, wrong, heard, was_cancelled=was_cancelled)
         if heard.code:
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)  # a refused client does not hammer

@@ -155,7 +155,7 @@ class RigRouter:
         self.name = name
         self._ports = grpc_port, http_port = HeldPort(HOST), HeldPort(HOST)
         self.grpc = f"{HOST}:{grpc_port.number}"
-        self._http = f"{HOST}:{http_port.number}"
+        self.http = f"{HOST}:{http_port.number}"
         environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ISTHMUS_")},
             "ISTHMUS_ROUTER__ROUTER_ID": name,
@@ -173,9 +173,7 @@ class RigRouter:
 
     def metric(self, name: str) -> float:
         """Return one of its counters or gauges, all labels together."""
-        with urllib.request.urlopen(
-            f"http://{self._http}/metrics", timeout=RPC_TIMEOUT_S
-        ) as answer:
+        with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=RPC_TIMEOUT_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return sum(float(value) for key, _, value in samples if key.partition("{")[0] == name)

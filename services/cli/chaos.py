@@ -21,6 +21,7 @@ MAX_FAULTS = 1_000_000
 MAX_TRANSFERS = 100_000_000
 MAX_JOBS = 1_024
 MAX_SECONDS = 86_400.0
+MAX_ROUNDS = 10_000
 
 Seed = Annotated[int, typer.Option(min=0, help="Same seed, same run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON object and nothing else.")]
@@ -68,7 +69,12 @@ def router(
         typer.Option(min=0, help="Same seed, same plan of faults; what they meet is up to timing."),
     ] = 0,
     seconds: Annotated[
-        float, typer.Option(min=1.0, max=MAX_SECONDS, help="How long to attack.")
+        float,
+        typer.Option(
+            min=1.0,
+            max=MAX_SECONDS,
+            help="How long to attack at least; every process has every fault once anyhow.",
+        ),
     ] = 60.0,
     json: Json = False,
 ) -> int:
@@ -78,6 +84,22 @@ def router(
     progress = Progress()
     campaign = RouterCampaign(seed, seconds)
     result = run(campaign, lambda line, share: _show(progress, line, share, json))
+    return show_result(result, progress)
+
+
+@app.command("rolling")
+def rolling(
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MAX_ROUNDS, help="Restarts of every router.")
+    ] = 5,
+    json: Json = False,
+) -> int:
+    """Restart the routers of a cluster one after the other under load; nothing may be lost."""
+    from services.chaos.rolling import RollingPlan, run
+
+    progress = Progress()
+    result = run(RollingPlan(seed, rounds), lambda line, share: _show(progress, line, share, json))
     return show_result(result, progress)
 
 

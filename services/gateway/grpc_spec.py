@@ -166,6 +166,7 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         migration_blocks_attached=timing.migration_blocks_attached,
         plane=_plane(timing.plane),
         migration_plane=_plane(timing.migration_plane),
+        routed_locally=timing.routed_locally,
     )
     mode = f"MODE_{timing.mode.upper()}"
     if mode in common_pb2.Mode.keys():  # noqa: SIM118 - an enum wrapper, not a dict

@@ -364,6 +364,7 @@ class Timing(_message.Message):
     MIGRATION_BLOCKS_ATTACHED_FIELD_NUMBER: _builtins.int
     MIGRATION_PLANE_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
+    ROUTED_LOCALLY_FIELD_NUMBER: _builtins.int
     queue_prefill_us: _builtins.int
     prefill_us: _builtins.int
     handoff_us: _builtins.int
@@ -403,6 +404,8 @@ class Timing(_message.Message):
     """of the last one"""
     queue_us: _builtins.int
     """waited in the router, for room or for a worker"""
+    routed_locally: _builtins.bool
+    """the store had no part in the first decision"""
     def __init__(
         self,
         *,
@@ -433,10 +436,11 @@ class Timing(_message.Message):
         migration_blocks_attached: _builtins.int = ...,
         migration_plane: Global___Plane.ValueType = ...,
         queue_us: _builtins.int = ...,
+        routed_locally: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_us", b"decode_us", "decode_worker", b"decode_worker", "e2e_us", b"e2e_us", "handoff_blocks", b"handoff_blocks", "handoff_blocks_attached", b"handoff_blocks_attached", "handoff_blocks_deduped", b"handoff_blocks_deduped", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "migration_blocks", b"migration_blocks", "migration_blocks_attached", b"migration_blocks_attached", "migration_bytes", b"migration_bytes", "migration_gap_us", b"migration_gap_us", "migration_plane", b"migration_plane", "migration_us", b"migration_us", "migrations", b"migrations", "mode", b"mode", "plane", b"plane", "prefill_chunks", b"prefill_chunks", "prefill_us", b"prefill_us", "prefill_worker", b"prefill_worker", "queue_decode_us", b"queue_decode_us", "queue_prefill_us", b"queue_prefill_us", "queue_us", b"queue_us", "recomputed", b"recomputed", "router_us", b"router_us", "ttft_us", b"ttft_us", "unattributed_us", b"unattributed_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_us", b"decode_us", "decode_worker", b"decode_worker", "e2e_us", b"e2e_us", "handoff_blocks", b"handoff_blocks", "handoff_blocks_attached", b"handoff_blocks_attached", "handoff_blocks_deduped", b"handoff_blocks_deduped", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "migration_blocks", b"migration_blocks", "migration_blocks_attached", b"migration_blocks_attached", "migration_bytes", b"migration_bytes", "migration_gap_us", b"migration_gap_us", "migration_plane", b"migration_plane", "migration_us", b"migration_us", "migrations", b"migrations", "mode", b"mode", "plane", b"plane", "prefill_chunks", b"prefill_chunks", "prefill_us", b"prefill_us", "prefill_worker", b"prefill_worker", "queue_decode_us", b"queue_decode_us", "queue_prefill_us", b"queue_prefill_us", "queue_us", b"queue_us", "recomputed", b"recomputed", "routed_locally", b"routed_locally", "router_us", b"router_us", "ttft_us", b"ttft_us", "unattributed_us", b"unattributed_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.chaos.client import Heard
-from services.chaos.known_load import GRACE_S, Body, Findings
+from services.chaos.known_load import GRACE_S, Body, Findings, wrong_tokens
 
 EXPECTED = {0: [1, 2, 3], 1: [4, 5, 6]}
 BODY = Body(max_tokens=3, n=2, timeout_ms=1000)
@@ -13,7 +13,9 @@ BODY = Body(max_tokens=3, n=2, timeout_ms=1000)
 
 def judged(heard: Heard, *, was_cancelled: bool = False) -> Findings:
     findings = Findings()
-    findings.judge(BODY, EXPECTED, heard, was_cancelled=was_cancelled)
+    is_whole = not was_cancelled and not heard.code
+    wrong = wrong_tokens(EXPECTED, heard.token_ids, is_whole=is_whole)
+    findings.judge(BODY, wrong, heard, was_cancelled=was_cancelled)
     return findings
 
 
