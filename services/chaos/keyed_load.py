@@ -44,9 +44,7 @@ class Seen:
     was_sent_again: bool
 
 
-def vary(
-    bodies: Sequence[Body], answers: Sequence[Answer], text: TokenText, seed: int
-) -> None:
+def vary(bodies: Sequence[Body], answers: Sequence[Answer], text: TokenText, seed: int) -> None:
     """Give some requests a stop string that their answer holds, and some logprobs."""
     rng = random.Random(f"{seed}/vary")
     for body, answer in zip(bodies, answers, strict=True):

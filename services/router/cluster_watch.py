@@ -7,6 +7,7 @@ routed without hints, and everything heals when it answers again.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
@@ -39,6 +40,7 @@ log = get_logger(__name__)
 # A slow store is left alone for a second once half of a few calls missed their deadline.
 _STORE_BREAKER = BreakerConfig(window_s=5.0, min_calls=4, failure_share=0.5, open_s=1.0)
 _WARN_EVERY_S = 60.0
+_LOOK_S = 0.01  # between looks at Links that are being made
 
 
 class ClusterWatch:
@@ -74,9 +76,17 @@ class ClusterWatch:
     # -- life --------------------------------------------------------------------------------
 
     async def start(self, events: LinkEvents) -> None:
-        """Read the store once, then keep polling; an absent store is no reason not to start."""
+        """Read the store once, then keep polling; an absent store is no reason not to start.
+
+        Workers that are there are linked before this returns, if they are not too slow: a router
+        of several that serves earlier would decide by half of what it should know.
+        """
         self._events = events
         await self._poll_once()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.link.connect_timeout_s):
+                while any(link.is_coming for link in self._links.values()):  # noqa: ASYNC110 - bounded
+                    await asyncio.sleep(_LOOK_S)
         self._tasks = [
             asyncio.create_task(self._poll(), name="registry-poll"),
             asyncio.create_task(self.desk.keep(), name="registry-reservations"),

@@ -89,7 +89,7 @@ class Router:
     # -- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Find the workers and connect to them; returns without waiting for any."""
+        """Find the workers and connect to them; one that does not answer is waited for a second."""
         await self._cluster.start(self._conductor)
         self._lag.start()
         self._hooks.watch(

@@ -16,15 +16,23 @@ import pytest
 import redis
 
 from services.chaos.tcp_proxy import TcpProxy
+from services.common.clock import SystemClock
+from services.common.errors import StoreUnavailable
 from services.kv.hashing import HashScope, chain_hashes
 from services.registry.embedded import EmbeddedStore
+from services.registry.reader import ReaderConfig, RedisRegistryReader
 from services.registry.schema import NUM_BUCKETS
+from services.registry.scripts import Invocation
+from services.registry.store_client import StoreAddress
+from services.router.config import LinkConfig, RouterConfig
 from tests.support.cluster import (
     DIGEST,
+    NO_BYPASS,
     NS,
     Cluster,
     eventually,
     make_call,
+    make_router,
     reference,
     running_cluster,
 )
@@ -218,6 +226,54 @@ async def test_answers_say_that_the_store_had_no_part(tmp_path: Path) -> None:
         store.kill()
         await eventually(lambda: cluster.router.is_degraded[0])
         assert (await cluster.ask(make_call())).end.timing.routed_locally
+
+
+async def test_a_router_asks_the_store_from_its_first_request_on(tmp_path: Path) -> None:
+    """G7: it serves when it is linked to the workers, so that a restart is no time of blindness."""
+    async with hurt_cluster(tmp_path) as (store, _cluster):
+        patient = LinkConfig(connect_timeout_s=30.0)
+        config = RouterConfig(router_id="second", link=patient, policy=NO_BYPASS)
+        second = Cluster(make_router(config, store.url), {}, store.url)
+        await second.router.start()
+        try:
+            assert {worker.state for worker in second.router.view().workers} == {"live"}
+            call = make_call()
+            answer = await second.ask(call)
+            assert answer.tokens() == reference(call)
+            assert not answer.end.timing.routed_locally
+        finally:
+            await second.router.stop()
+
+
+async def test_a_router_that_stood_still_does_not_blame_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer had come while the process did not run; its deadline had passed meanwhile."""
+    loop, stood_still_s = asyncio.get_running_loop(), 0.0
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + stood_still_s)
+    store = Store(tmp_path)
+    reader = RedisRegistryReader(
+        StoreAddress(store.url), NS, SystemClock(), ReaderConfig(snapshot_timeout_s=60.0)
+    )
+    run = reader._store.run
+
+    async def stand_still(call: Invocation) -> object:
+        nonlocal stood_still_s
+        stood_still_s += 60.0
+        return await run(call)
+
+    monkeypatch.setattr(reader._store, "run", stand_still)
+    try:
+        assert await reader.snapshot() == ()
+        store.freeze()
+        reader._config = ReaderConfig(snapshot_timeout_s=0.5)
+        with pytest.raises(StoreUnavailable):
+            await reader.snapshot()
+    finally:
+        store.thaw()
+        await reader.close()
+        store.stop()
 
 
 async def test_without_the_store_a_prefix_goes_where_it_went(tmp_path: Path) -> None:

@@ -165,6 +165,17 @@ async def eventually(check: Callable[[], object], timeout_s: float = 5.0) -> Non
         await asyncio.sleep(0.01)
 
 
+def make_router(
+    config: RouterConfig,
+    store_url: str,
+    hooks: RouterHooks | None = None,
+    reader_config: ReaderConfig | None = None,
+) -> Router:
+    """Make one of a cluster's routers; it is not started."""
+    reader = RedisRegistryReader(StoreAddress(store_url), NS, SystemClock(), reader_config)
+    return Router(config, make_manifest(), DigitText(), reader, SystemClock(), hooks)
+
+
 @asynccontextmanager
 async def running_cluster(
     store_url: str,
@@ -177,16 +188,8 @@ async def running_cluster(
     config = config or RouterConfig()
     if config.policy == PolicyConfig():
         config = replace(config, policy=NO_BYPASS)
-    reader = RedisRegistryReader(StoreAddress(store_url), NS, SystemClock(), reader_config)
-    router = Router(
-        config,
-        make_manifest(),
-        DigitText(),
-        reader,
-        SystemClock(),
-        hooks,
-    )
-    cluster = Cluster(router, {}, store_url)
+    cluster = Cluster(make_router(config, store_url, hooks, reader_config), {}, store_url)
+    router = cluster.router
     try:
         for worker in workers:
             await cluster.add(worker)
