@@ -80,6 +80,7 @@ def _result(plan: RollingPlan, rolling: _Rolling) -> BenchResult:
         **rolling.figures(),
         **_seen("before", before),
         **_seen("during", during),
+        **_seen("sent_again", [seen for seen in during if seen.was_sent_again]),
         **rolling.examples(),
     }
     result.bars = [
@@ -97,7 +98,6 @@ def _seen(when: str, seen: Sequence[Seen]) -> dict[str, Figure]:
     return {
         f"answered_{when}": len(seen),
         f"blind_{when}": sum(one.was_blind for one in seen),
-        f"sent_again_{when}": sum(one.was_sent_again for one in seen),
         f"ttft_p50_{when}_ms": round(nearest_rank(firsts, 0.5), 1) if firsts else None,
         f"ttft_p99_{when}_ms": round(nearest_rank(firsts, 0.99), 1) if firsts else None,
     }
