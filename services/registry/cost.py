@@ -27,7 +27,7 @@ Pairs = Mapping[tuple[int, int], float]  # (prefill slot, decode slot) -> second
 class Weights:
     """What holds for every request of a moment."""
 
-    displacement: float = 1.0  # how much a full pool adds to the price of new blocks
+    displacement: float = 2.0  # how much a full pool adds to the price of new blocks
     tie_s: float = 0.002  # costs this close, or within tie_ratio of the prefill, are equal
     tie_ratio: float = 0.1
     rate_tok_s: float = 2000.0  # of workers that have not measured their own
@@ -339,12 +339,19 @@ def _option(
 
 
 def _among_ties(options: Sequence[Option], weights: Weights) -> Option:
-    """Of what costs hardly more than the best: the longest hit, the least busy, the rank.
+    """Of what costs hardly more than the best: the longest hit, the shorter queue, the rank.
 
-    The load is in the cost; a second copy of a prefix would also push another one out.
+    A second copy of a prefix would push another one out. With equal hits nothing speaks for a
+    queue twice as long, though what it adds to the cost is within the tie; less than that is
+    noise, and a newcomer that looks nearly as loaded as its peers must not win by it.
     """
     best = options[0]
     scale = best.cost_s if best.kind == DECODE else best.prefill_s
     limit = best.cost_s + max(weights.tie_s, weights.tie_ratio * scale)
     ties = [o for o in options if o.kind == best.kind and o.fits == best.fits and o.cost_s <= limit]
-    return min(ties, key=lambda o: (-o.hit_tokens, o.in_flight, -o.rank, o.slot))
+    return min(ties, key=_tie_key)
+
+
+def _tie_key(option: Option) -> tuple[float, ...]:
+    octave = math.frexp(option.queued_tokens)[1]
+    return (-option.hit_tokens, octave, option.in_flight, -option.rank, option.slot)

@@ -359,6 +359,7 @@ local function all_options(ask, prefill, decode)
   end
   return options, can_remote
 end
+local function octave(o) return (select(2, math.frexp(o.row.queued))) end
 local function among_ties(ask, options)
   local best, chosen = options[1], nil
   local scale = best.kind == DECODE and best.cost_s or best.prefill_s
@@ -371,6 +372,8 @@ local function among_ties(ask, options)
         chosen = o
       elseif o.row.hit ~= c.row.hit then
         if o.row.hit > c.row.hit then chosen = o end
+      elseif octave(o) ~= octave(c) then
+        if octave(o) < octave(c) then chosen = o end
       elseif o.row.booked.in_flight ~= c.row.booked.in_flight then
         if o.row.booked.in_flight < c.row.booked.in_flight then chosen = o end
       elseif o.rank ~= c.rank then

@@ -32,7 +32,7 @@ Pair = tuple[WorkerId, WorkerId]  # prefill, decode
 class PolicyConfig:
     """Weights of the cost model."""
 
-    displacement: float = 1.0  # how much a full pool adds to the price of new blocks
+    displacement: float = 2.0  # how much a full pool adds to the price of new blocks
     default_rate_tok_s: float = 2000.0  # until any worker has measured its own
     default_tbt_us: float = 20_000.0
     expected_output_tokens: int = 256

@@ -229,6 +229,7 @@ class World:
         if request.arrival.output_tokens == 1:
             self._end(request)
             return
+        self._twin.release(request.rid, self._lies(request))
         worker = self._take_over(request, slot)
         self._at(worker.join(request, self._now), lambda: self._decode_done(request, worker))
 

@@ -130,7 +130,7 @@ def compare_views(pair: Both, rng: random.Random, num_views: int, num_workers: i
             for _ in range(rng.choice((0, 3, 40)))
         }
         weights = Weights(
-            displacement=rng.choice((0.0, 1.0)), link_token_s=rng.choice((0.0, 1e-6)),
+            displacement=rng.choice((0.0, 2.0)), link_token_s=rng.choice((0.0, 1e-6)),
             hold=rng.choice((0.0, 0.25)), tie_ratio=rng.choice((0.0, 0.1)),
         )  # fmt: skip
         # A few ids come again and again: held still, released, run out and swept, or not yet swept.

@@ -231,6 +231,18 @@ def test_ties_follow_the_prefix_and_all_replicas_agree() -> None:
     assert worker_seed(WorkerId("w")) == 1782402172
 
 
+def test_of_equal_prices_the_longer_hit_wins_and_then_the_shorter_queue() -> None:
+    """The tie is a tenth of a long prefill: a queue of so much is no reason for one of two."""
+    idle = LoadReport(kv_free=9999, kv_total=9999)
+    busy = replace(idle, queued_uncached_tokens=700)
+    view = make_view(*(make_worker(w, busy if w == "p0" else idle) for w in ("p0", "p1", "d0")))
+    for i in range(16):
+        prompt = facts(num_tokens=16_000, root=bytes([i]))
+        assert choose(prompt, view, {}, CONFIG).worker.worker_id == "p1"
+        held = {WorkerId("p0"): 4}
+        assert choose(prompt, view, held, CONFIG).worker.worker_id == "p0"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_frozen_reports_spread_evenly_over_equal_workers(seed: int) -> None:
     """RB-057, RB-058: choosing and booking are one step; max - min <= 1 after every round."""
