@@ -1,11 +1,13 @@
 """`isthmus bench registry`: what hints cost in a store, and what a decision costs beside PING.
 
 One embedded store, one client, all in one run: memory from the store's own count before and
-after, decisions and PINGs in turns, so that both meet the same machine.
+after, decisions and PINGs in turns, so that both meet the same machine. What a decision costs the
+store is the CPU time of its process, less that of as many PINGs.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -29,6 +31,9 @@ from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
 MAX_HINT_BYTES = 32.0  # the bar
 NUM_WORKERS = 16
 BATCH = 1000
+TURN_STRIDES = 17  # a prompt of 1,100 tokens
+NUM_TURNS = 8
+BATCH_ASKS = 16  # the most that a router puts in one call
 _LOAD = LoadReport(kv_free=900, kv_total=1000, rate_tok_s=9000.0, tbt_a_us=9000.0, tbt_b_us=0.5)
 
 
@@ -86,29 +91,45 @@ class _Bench:
             role = "prefill" if worker.is_prefill else "decode"
             self.call(self._calls.renew(worker.slot, worker.gen, pack_record(role, "live", _LOAD)))
 
-    def route(self, fields: bytes, rid: str) -> None:
-        """Decide and reserve for a prompt of so many strides."""
-        tokens = len(fields) // 8 * HINT_STRIDE_BLOCKS * BLOCK_TOKENS + 1
-        ask = RouteAsk(Ask(tokens, 255, tokens + 256), fields, rid)
-        raw = self.call(self._calls.route(Weights(), self.candidates, {}, (ask,)))
-        if parse_route(raw, 1)[0] is None:
+    def route(self, prompts: Sequence[bytes], rid: str) -> None:
+        """Decide and reserve for prompts of so many strides, in one call."""
+        asks = []
+        for i, fields in enumerate(prompts):
+            tokens = len(fields) // 8 * HINT_STRIDE_BLOCKS * BLOCK_TOKENS + 1
+            asks.append(RouteAsk(Ask(tokens, 255, tokens + 256, root=i), fields, f"{rid}-{i}"))
+        raw = self.call(self._calls.route(Weights(), self.candidates, {}, asks))
+        if None in parse_route(raw, len(asks)):
             raise RuntimeError("the store found no candidate: the leases ran out")
+
+    def cpu_us(self, action: Callable[[int], object], numbers: Sequence[int]) -> float:
+        """CPU time the store spends on one of some calls."""
+        before = self._cpu_s()
+        for i in numbers:
+            action(i)
+        return (self._cpu_s() - before) * 1e6 / len(numbers)
+
+    def _cpu_s(self) -> float:
+        used = self.client.info("cpu")
+        return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
 
     def memory_bytes(self) -> int:
         """What the store holds, by its own count."""
         return int(self.client.info("memory")["used_memory"])
 
 
-def run(num_hints: int, rounds: int, seed: int) -> BenchResult:
-    """Measure memory, publishing and decisions."""
+def run(num_hints: int, rounds: int, seed: int, server: Path | None = None) -> BenchResult:
+    """Measure memory, publishing and decisions; `server` is the store's program if not ours."""
     rng = np.random.default_rng(seed)
     result = BenchResult("registry")
-    with _store() as client:
+    with _store(server) as client:
         bench = _Bench(client)
+        about = client.info("server")
+        result.figures["store"] = str(about.get("valkey_version") or about["redis_version"])
         raw = rng.bytes(num_hints * 8)
         hashes = [BlockHash(raw[i : i + 8]) for i in range(0, len(raw), 8)]
         figures = _publishing(bench, hashes)
         figures |= _decisions(bench, hashes, rounds)
+        figures |= _store_time(bench, hashes, rounds, rng)
     result.figures.update(figures)
     result.reference["design_route_16_workers_p50_us"] = 134
     result.bars.append(
@@ -145,7 +166,7 @@ def _decisions(bench: _Bench, hashes: Sequence[BlockHash], rounds: int) -> dict[
             bench.renew_all()
             route_us, ping_us = _in_turns(
                 rounds,
-                _router(bench, fields, hit),
+                _router(bench, f"{len(fields)}-{hit}", itertools.repeat(fields), 1),
                 lambda _i: bench.client.ping(),
             )
             name = f"{strides}_strides_{hit}_hit"
@@ -156,8 +177,35 @@ def _decisions(bench: _Bench, hashes: Sequence[BlockHash], rounds: int) -> dict[
     return figures
 
 
-def _router(bench: _Bench, fields: bytes, name: str) -> Callable[[int], object]:
-    return lambda i: bench.route(fields, f"{len(fields)}-{name}-{i}")
+def _store_time(
+    bench: _Bench, hashes: Sequence[BlockHash], rounds: int, rng: np.random.Generator
+) -> dict[str, Figure]:
+    """Take the store's own time, in turns, for prompts that somebody holds and that nobody does."""
+    held = itertools.repeat(pack_fields(hashes[:TURN_STRIDES]))
+    new = (rng.bytes(8 * TURN_STRIDES) for _ in itertools.count())
+    arms: dict[str, Callable[[int], object]] = {"ping": lambda _i: bench.client.ping()}
+    for num in (1, BATCH_ASKS):
+        arms[f"held_{num}"] = _router(bench, f"held-{num}", held, num)
+        arms[f"new_{num}"] = _router(bench, f"new-{num}", new, num)
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    step = max(1, rounds // NUM_TURNS)
+    for turn in range(NUM_TURNS):
+        bench.renew_all()
+        for name, arm in arms.items():
+            taken[name].append(bench.cpu_us(arm, range(turn * step, (turn + 1) * step)))
+    ping = statistics.median(taken.pop("ping"))
+    return {
+        f"store_us_a_request_{name}": round(
+            (statistics.median(times) - ping) / int(name.split("_")[1]), 1
+        )
+        for name, times in taken.items()
+    }
+
+
+def _router(
+    bench: _Bench, name: str, prompts: Iterator[bytes], num_asks: int
+) -> Callable[[int], object]:
+    return lambda i: bench.route(list(itertools.islice(prompts, num_asks)), f"{name}-{i}")
 
 
 def _in_turns(
@@ -174,9 +222,9 @@ def _in_turns(
 
 
 @contextmanager
-def _store() -> Iterator[redis.Redis]:
+def _store(server: Path | None) -> Iterator[redis.Redis]:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        store = EmbeddedStore.start(Path(folder))
+        store = EmbeddedStore.start(Path(folder), binary=server)
         try:
             with closing(redis.Redis.from_url(store.url, protocol=2)) as client:
                 yield client

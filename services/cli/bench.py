@@ -116,12 +116,16 @@ def registry(
     hints: Annotated[int, typer.Option(min=1000, help="Hints published.")] = 200_000,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Decisions of each kind.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the hashes.")] = 0,
+    server: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Another store's program: redis-server."),
+    ] = None,
 ) -> int:
     """Memory of a hint, publishing, and a decision in the store beside PING."""
     from services.bench.registry import run
 
     progress = Progress()
-    return show_result(run(hints, rounds, seed), progress)
+    return show_result(run(hints, rounds, seed, server), progress)
 
 
 @app.command("policy")

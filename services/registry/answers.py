@@ -13,8 +13,8 @@ from services.registry.base import WorkerInfo, WorkerRecord
 from services.registry.cost import DECODE, REMOTE, Option, Verdict
 from services.registry.schema import decode_info, unpack_record
 
-# slot, kind, fits, partner, in_flight, rank, then the seconds and tokens of an Option
-_OPTION = struct.Struct("<HBBhHI10d")
+# slot, kind, fits, partner, in_flight, then the seconds and tokens of an Option
+_OPTION = struct.Struct("<HBBhH10d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ def _verdict(items: Sequence[object]) -> Verdict | None:
 
 
 def _option(row: tuple[Any, ...]) -> Option:
-    slot, kind, fits, partner, in_flight, rank = row[:6]
-    numbers = row[6:]
+    slot, kind, fits, partner, in_flight = row[:5]
+    numbers = row[5:]
     if not REMOTE <= kind <= DECODE or not all(map(math.isfinite, numbers)):
         raise StoreUnavailable("the store answered a decision that makes no sense")
-    values: tuple[Any, ...] = (kind, slot, bool(fits), partner, *numbers, in_flight, rank)
+    values: tuple[Any, ...] = (kind, slot, bool(fits), partner, *numbers, in_flight)
     return Option(*values)
 
 

