@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.text.detokenizer import Detokenizer, SupportsTextBytes
 from services.text.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text that may go out now, and what happened to the tokens that were pushed.
 
     `num_tokens` counts those that belong to the answer: all, or up to and including the one
@@ -31,11 +30,15 @@ class ChoiceText:
         """`min_tokens`: stop strings are not looked for before that many tokens."""
         self._detokenizer = Detokenizer(text_model)
         self._stop_strings = StopStrings(stop)
+        self._has_stop = bool(stop)
         self._num_free = min_tokens if stop else 0
         self._is_stopped = False
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add generated ids in order."""
+        if not self._has_stop:
+            texts = [self._detokenizer.push(token_id) for token_id in token_ids]
+            return TextDelta("".join(texts), None, len(token_ids))
         pieces: list[str] = []
         for position, token_id in enumerate(token_ids):
             if self._is_stopped:

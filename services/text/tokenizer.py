@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from services.common.errors import ModelFileError, RequestError
 from services.common.model_manifest import ModelManifest, read_manifest
 from services.text.control_tokens import ControlTokenGuard, without_marker
+from services.text.detokenizer import whole_text
 from services.text.template import ChatTemplate, ChatTurn, load_chat_template
 from services.text.token_bytes import TokenBytes
 
@@ -42,6 +43,7 @@ class TextModel:
         self._token_bytes = token_bytes
         self._max_token_bytes = max_token_bytes
         self._guard = ControlTokenGuard(token_bytes.special_texts())
+        self._whole_texts: dict[int, str] = {}  # of the vocabulary at most
 
     @staticmethod
     def load(model_dir: Path) -> TextModel:
@@ -156,6 +158,15 @@ class TextModel:
         if self._token_bytes.is_special(token_id):
             return b""
         return self._token_bytes.bytes_of(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Give the same as text; None where they begin or end within a character."""
+        text = self._whole_texts.get(token_id)
+        if text is None:
+            text = whole_text(self.text_bytes(token_id))
+            if text is not None and 0 <= token_id < self.manifest.vocab_size:
+                self._whole_texts[token_id] = text
+        return text
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, never shown to clients."""

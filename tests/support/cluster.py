@@ -57,6 +57,10 @@ class DigitText:
         """Return what the token adds to the text."""
         return self.token_bytes(token_id)
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the same as text."""
+        return self.text_bytes(token_id).decode()
+
 
 def make_call(
     prompt: Sequence[int] = tuple(range(1, 101)),

@@ -10,6 +10,7 @@ import pytest
 from services.chaos.client import Heard
 from services.chaos.keyed_load import difference, vary
 from services.chaos.known_load import LoadShape, make_bodies
+from services.text.detokenizer import whole_text
 
 
 def answer(**changes: Any) -> Heard:
@@ -71,6 +72,9 @@ class _Letters:
 
     def text_bytes(self, token_ids: Any) -> bytes:
         return b"".join(map(self.token_bytes, token_ids))
+
+    def whole_text(self, token_id: int) -> str | None:
+        return whole_text(self.token_bytes(token_id))
 
 
 def test_stop_strings_are_in_the_answer_and_printable() -> None:

@@ -13,6 +13,7 @@ from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutput
 from services.router.request import ChoiceSoFar, LogicalRequest, TokenLogprob, TokensIn
+from services.text.detokenizer import whole_text
 from tests.support.cluster import DigitText, make_call
 
 
@@ -24,6 +25,9 @@ class ByteText:
 
     def text_bytes(self, token_id: int) -> bytes:
         return self.token_bytes(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        return whole_text(self.text_bytes(token_id))
 
 
 def make_request(*, max_tokens: int = 16, n: int = 1, stop: tuple[str, ...] = ()) -> LogicalRequest:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.text.detokenizer import whole_text
 from services.text.output import ChoiceText, TextDelta
 from services.text.stop_strings import StopStrings
 
@@ -25,6 +26,9 @@ class PieceModel:
         if token_id == EOS:
             return b""
         return bytes([token_id]) if token_id < 256 else self._pieces[token_id - 257]
+
+    def whole_text(self, token_id: int) -> str | None:
+        return whole_text(self.text_bytes(token_id))
 
 
 def run(
