@@ -20,7 +20,7 @@ from services.gateway.auth import Authenticator, Caller
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import ClientGone, Responder
-from services.gateway.http_protocol import FLOW_KEY
+from services.gateway.http_protocol import CONNECTION_KEY
 from services.gateway.wire_names import CLIENT_REQUEST_ID, OPENAI_REQUEST_ID, REQUEST_ID
 from services.router.api import RequestEnd
 from services.telemetry.logs import get_logger
@@ -107,7 +107,7 @@ class HttpEdge:
             headers=Headers(scope=scope),
             receive=receive,
             responder=Responder(
-                send, ids, is_head=scope["method"] == "HEAD", flow=scope.get(FLOW_KEY)
+                send, ids, is_head=scope["method"] == "HEAD", connection=scope.get(CONNECTION_KEY)
             ),
             peer=join_host_port(*scope["client"][:2]) if scope.get("client") else "",
         )

@@ -12,7 +12,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.errors import openai_error
 from services.gateway.openai_output import dump
 
-FLOW_KEY = "isthmus.flow"  # in the scope: whether the connection takes more bytes now
+CONNECTION_KEY = "isthmus.connection"  # in the scope: the protocol, with flow and transport
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_timer()
         super().on_message_begin()
         # uvicorn's own type of scope knows no other keys.
-        cast("dict[str, object]", self.scope)[FLOW_KEY] = self.flow
+        cast("dict[str, object]", self.scope)[CONNECTION_KEY] = self
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
