@@ -127,6 +127,7 @@ class _Gaps:
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
+        self._observe_itl = metrics.observer(catalog.ITL)
         self._clock = clock
         self._first: float | None = None
         self._last = 0.0
@@ -141,7 +142,7 @@ class _Gaps:
         if self._first is None:
             self._first = now
         else:
-            self._metrics.observe(catalog.ITL, (now - self._last) / num_tokens)
+            self._observe_itl((now - self._last) / num_tokens)
             self._num_after_first += num_tokens
         self._last = now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +54,11 @@ class TextLogprob:
     top: tuple[tuple[int, str, bytes, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """New output of one choice. `text` may be empty while UTF-8 or a stop string is pending."""
+class ChoiceDelta(NamedTuple):
+    """New output of one choice. `text` may be empty while UTF-8 or a stop string is pending.
+
+    A tuple, which takes a quarter of the time of a frozen dataclass: one is made for every token.
+    """
 
     choice: int
     first_index: int

@@ -7,7 +7,7 @@ request ends that request and no other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from services.common.clock import Clock
@@ -16,7 +16,7 @@ from services.common.ids import Incarnation, WorkerId
 from services.pb import common_pb2, worker_pb2
 from services.resilience.breaker import Outcome, outcome_of
 from services.resilience.retry_budget import RetryBudget
-from services.router.api import GenerateCall, RequestEnd, RouterOutput
+from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOutput
 from services.router.cluster_watch import ClusterWatch
 from services.router.config import RouterConfig
 from services.router.hedge import HedgeClock
@@ -34,6 +34,7 @@ from services.router.recovery import (
     plan_recovery,
     tells_of_load,
 )
+from services.router.request import TokensIn
 from services.router.sending import Sender
 from services.router.view import WorkerView
 from services.router.wire import known_code, read_tokens, stage_times
@@ -290,11 +291,8 @@ class Conductor:
         worker_id = link.info.worker_id
         if frame.HasField("welcome"):
             self._look_again()
-        for tokens in frame.tokens:
-            last = tokens.first_index + len(tokens.token_ids) // 4 - 1
-            if last >= 0:
-                link.ack(tokens.request, tokens.choice, last)
-            self._take_tokens(worker_id, tokens)
+        if frame.tokens:
+            self._take_tokens(link, frame.tokens)
         for ready in frame.tickets:
             self._apply(worker_id, ready.request, ready.attempt, partial(self._ticket, ready))
         for refusal in frame.refusals:
@@ -304,21 +302,29 @@ class Conductor:
         for done in frame.done:
             self._apply(worker_id, done.request, done.attempt, partial(self._done, done))
 
-    def _take_tokens(self, worker_id: WorkerId, message: worker_pb2.Tokens) -> None:
+    def _take_tokens(self, link: WorkerLink, messages: Iterable[worker_pb2.Tokens]) -> None:
         """As _apply and _guard, without their partials: this happens for every token."""
-        request = self._open.get(message.request)
-        if request is None:
-            return
-        leg = request.progress.open_leg(worker_id, message.attempt)
-        if leg is None:
-            return
-        try:
-            self._tokens(message, request, leg)
-        except IsthmusError as error:
-            self.fail(request, error)
-        except Exception:
-            log.exception("router.request_fault", request_id=request.progress.call.request_id)
-            self.fail(request, _internal())
+        worker_id, now = link.info.worker_id, self._clock.now()
+        acks: dict[tuple[int, int], int] = {}
+        for message in messages:
+            number = message.request
+            last = message.first_index + len(message.token_ids) // 4 - 1
+            if last >= 0:
+                acks[(number, message.choice)] = last
+            request = self._open.get(number)
+            if request is None:
+                continue
+            leg = request.progress.open_leg(worker_id, message.attempt)
+            if leg is None:
+                continue
+            try:
+                self._tokens(read_tokens(message), request, leg, now)
+            except IsthmusError as error:
+                self.fail(request, error)
+            except Exception:
+                log.exception("router.request_fault", request_id=request.progress.call.request_id)
+                self.fail(request, _internal())
+        link.ack(acks)
 
     def _apply(
         self,
@@ -334,21 +340,25 @@ class Conductor:
             return
         self._guard(request, partial(handle, leg=leg))
 
-    def _tokens(self, message: worker_pb2.Tokens, request: OpenRequest, leg: Leg) -> None:
-        progress, tokens = request.progress, read_tokens(message)
-        now = self._clock.now()
+    def _tokens(self, tokens: TokensIn, request: OpenRequest, leg: Leg, now: float) -> None:
+        progress = request.progress
         if leg.kind == PREFILL and not leg.was_heard:
             self._first_heard(request, leg)
         if leg.goes_on and not leg.has_tokens:
             self._moved(progress, leg, now)
-        progress.marks.newest_token = now
+        marks = progress.marks
+        marks.newest_token = now
         leg.note_tokens(tokens.choice, tokens.first_index + len(tokens.token_ids))
-        if leg.kind == CONTINUE and progress.marks.decode_token is None:
-            progress.marks.decode_token = now
+        if leg.kind == CONTINUE and marks.decode_token is None:
+            marks.decode_token = now
         outputs = progress.logical.take_tokens(tokens)
-        if outputs and progress.marks.first_token is None:
-            progress.marks.first_token = now
-        self._deliver(request, outputs)
+        if not outputs:
+            return
+        if marks.first_token is None:
+            marks.first_token = now
+        request.buffer.put(outputs)
+        if not isinstance(outputs[-1], ChoiceDelta):
+            self._end_if_over(request)
 
     def _ticket(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
         if message.generated:

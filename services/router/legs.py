@@ -54,8 +54,8 @@ class Leg:
     def note_tokens(self, choice: int, end_index: int) -> None:
         """Note that this worker delivered one choice's tokens up to `end_index` (exclusive)."""
         self.has_tokens = True
-        if choice < len(self.next_index):
-            self.next_index[choice] = max(self.next_index[choice], end_index)
+        if choice < len(self.next_index) and end_index > self.next_index[choice]:
+            self.next_index[choice] = end_index
 
     @property
     def own_stages(self) -> StageTimes:

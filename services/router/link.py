@@ -7,7 +7,7 @@ to resume; requests that are not resumed within a grace time are reported as los
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -185,12 +185,15 @@ class WorkerLink:
             self._migrates.append(worker_pb2.Migrate(request=request, attempt=attempt))
             self._wake.set()
 
-    def ack(self, request: int, choice: int, index: int) -> None:
-        """Note that tokens up to `index` are ours now; sent with the next frame or soon."""
+    def ack(self, indexes: Mapping[tuple[int, int], int]) -> None:
+        """Note which tokens are ours now, as the last index by request and choice.
+
+        Sent with the next frame or soon.
+        """
         if not self.is_up:
             return
-        self._acks[(request, choice)] = index
-        if self._ack_timer is None:
+        self._acks.update(indexes)
+        if self._acks and self._ack_timer is None:
             loop = asyncio.get_running_loop()
             self._ack_timer = loop.call_later(self._config.ack_delay_s, self._wake.set)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.common.errors import RequestError
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RouterOutput, TextLogprob
@@ -38,8 +38,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokensIn:
+class TokensIn(NamedTuple):
     """New tokens of one choice as they came from a worker."""
 
     choice: int
@@ -151,7 +150,9 @@ class LogicalRequest:
         if skip < 0:
             self._hold(choice, tokens)
             return []
-        ids, logprobs = tokens.token_ids[skip:], tokens.logprobs[skip:]
+        ids, logprobs = tokens.token_ids, tokens.logprobs
+        if skip:
+            ids, logprobs = ids[skip:], logprobs[skip:]
         return self._advance(choice, ids, logprobs)
 
     def end_choice(self, choice_idx: int, finish_reason: str) -> list[RouterOutput]:
@@ -197,30 +198,33 @@ class LogicalRequest:
             raise RequestError("internal", "a worker's tokens ran ahead of their predecessors")
 
     def _advance(
-        self, choice: _Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self, choice: _Choice, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[RouterOutput]:
-        run, run_logprobs = list(ids), list(logprobs)
         while self._pending:
             held = self._pending.pop((choice.index, choice.next_index + len(run)), None)
             if held is None:
                 break
-            run.append(held[0])
+            run += (held[0],)
             if held[1] is not None:
-                run_logprobs.append(held[1])
+                logprobs += (held[1],)
         # A worker that restarted its budget must not lengthen the answer.
         run = run[: self._max_tokens - choice.next_index]
         if not run:
             return []
-        return [*self._forward(choice, run, run_logprobs), *self._finish_if_complete(choice)]
+        outputs = self._forward(choice, run, logprobs)
+        if choice.end_reason is not None:
+            outputs += self._finish_if_complete(choice)
+        return outputs
 
     def _forward(
-        self, choice: _Choice, run: list[int], logprobs: list[TokenLogprob]
+        self, choice: _Choice, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[RouterOutput]:
         delta = choice.text.push(run)
         counted = run[: delta.num_tokens]
-        # Without logprobs the list is empty and so is what is shown of it.
-        shown = tuple(self._text_logprob(entry) for entry in logprobs[: len(counted)])
-        new = ChoiceDelta(choice.index, choice.next_index, tuple(counted), delta.text, shown)
+        shown: tuple[TextLogprob, ...] = ()
+        if logprobs:
+            shown = tuple([self._text_logprob(entry) for entry in logprobs[: len(counted)]])
+        new = ChoiceDelta(choice.index, choice.next_index, counted, delta.text, shown)
         choice.next_index += len(run)
         choice.token_ids.extend(run)
         if self._pending:

@@ -71,6 +71,12 @@ class Metrics:
         if self._store is not None:
             self._store.observe(metric, value, _key(metric, labels))
 
+    def observer(self, metric: Histogram) -> Callable[[float], None]:
+        """Give a function that does the same for a metric without labels, for use per token."""
+        if self._store is None:
+            return lambda _value: None
+        return partial(self._store.observe, metric, key=())
+
     def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
         """Read a gauge by calling `read` at every scrape; it must be quick and thread-safe.
 
