@@ -41,6 +41,7 @@ class Bookings:
     def __init__(self) -> None:
         self._totals: dict[WorkerId, _Totals] = {}
         self._unsettled: dict[WorkerId, deque[Booking]] = {}
+        self._booked: dict[WorkerId, Booked] = {}  # of totals that have not changed since
 
     def book(
         self, worker_id: WorkerId, prefill_tokens: int, resident_tokens: int, now: float
@@ -48,6 +49,7 @@ class Bookings:
         """Count work from the moment it is sent: choosing and booking are one step."""
         booking = Booking(worker_id, now, prefill_tokens, resident_tokens)
         totals = self._totals.setdefault(worker_id, _Totals())
+        self._booked.pop(worker_id, None)
         totals.in_flight += 1
         totals.prefill_tokens += prefill_tokens
         totals.resident_tokens += resident_tokens
@@ -60,6 +62,7 @@ class Bookings:
             return
         booking.is_released = True
         totals = self._totals[booking.worker_id]
+        self._booked.pop(booking.worker_id, None)
         totals.in_flight -= 1
         self._settle(booking)
         if totals.in_flight == 0:
@@ -75,16 +78,22 @@ class Bookings:
 
     def booked(self) -> dict[WorkerId, Booked]:
         """Return the totals per worker with open bookings."""
-        return {
-            worker_id: Booked(t.in_flight, t.prefill_tokens, t.resident_tokens)
-            for worker_id, t in self._totals.items()
-        }
+        if len(self._booked) != len(self._totals):
+            for worker_id, t in self._totals.items():
+                if worker_id not in self._booked:
+                    booked = Booked(t.in_flight, t.prefill_tokens, t.resident_tokens)
+                    self._booked[worker_id] = booked
+        return dict(self._booked)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when totals do not match the unsettled bookings."""
+        assert self._booked.keys() <= self._totals.keys()
         for worker_id, totals in self._totals.items():
             open_ones = [b for b in self._unsettled.get(worker_id, ()) if not b.is_settled]
             assert totals.in_flight > 0
+            told = self._booked.get(worker_id)
+            now = Booked(totals.in_flight, totals.prefill_tokens, totals.resident_tokens)
+            assert told is None or told == now
             assert totals.prefill_tokens == sum(b.prefill_tokens for b in open_ones)
             assert totals.resident_tokens == sum(b.resident_tokens for b in open_ones)
 
@@ -92,6 +101,7 @@ class Bookings:
         if booking.is_settled:
             return
         booking.is_settled = True
+        self._booked.pop(booking.worker_id, None)
         totals = self._totals[booking.worker_id]
         totals.prefill_tokens -= booking.prefill_tokens
         totals.resident_tokens -= booking.resident_tokens

@@ -30,7 +30,7 @@ from services.router.view import (
     ClusterView,
     LinkStatus,
     ViewInputs,
-    build_view,
+    ViewMaker,
     expected_identity,
 )
 from services.telemetry.logs import get_logger
@@ -66,6 +66,7 @@ class ClusterWatch:
         self._breakers: dict[WorkerId, CircuitBreaker] = {}
         self._store_breaker = CircuitBreaker(_STORE_BREAKER)
         self._degraded = "the store has not answered yet"
+        self._view_maker = ViewMaker()
         self._warned_at = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
@@ -116,7 +117,7 @@ class ClusterWatch:
     def view(self) -> ClusterView:
         """Return the cluster as it is now."""
         now = self._clock.now()
-        return build_view(
+        return self._view_maker.build(
             ViewInputs(
                 records=self._records,
                 records_at=self._records_at,

@@ -119,6 +119,7 @@ class WorkerLink:
         self._is_draining = False
         self._told_lost: Incarnation | None = None  # of which it was said, and not heard since
         self._is_gone = False  # nobody of its name listens at its address, when we last looked
+        self._state: LinkState | None = None  # as told last; None once something has changed
         self._load: LoadReport | None = None
         self._load_at = 0.0
         self._heard_at = 0.0
@@ -198,8 +199,11 @@ class WorkerLink:
             self._ack_timer = loop.call_later(self._config.ack_delay_s, self._wake.set)
 
     def state(self) -> LinkState:
-        """Return what the view needs."""
-        return LinkState(
+        """Return what the view needs; the same value as long as nothing has changed."""
+        state = self._state
+        if state is not None and state.info is self.info:
+            return state
+        self._state = LinkState(
             info=self.info,
             status=self._status,
             since=self._since,
@@ -210,6 +214,7 @@ class WorkerLink:
             load_at=self._load_at,
             detail=self._detail,
         )
+        return self._state
 
     # -- life --------------------------------------------------------------------------------
 
@@ -382,7 +387,7 @@ class WorkerLink:
             raise NotOurWorker("it serves another model than it registered with")
         incarnation = Incarnation(welcome.incarnation)
         previous, self._incarnation = self._incarnation, incarnation
-        self._slot_gen = welcome.slot_gen
+        self._slot_gen, self._state = welcome.slot_gen, None
         self._stop_grace()
         self._heard()
         self._is_gone = False
@@ -424,7 +429,7 @@ class WorkerLink:
             self._ack_timer = None
 
     def _take_load(self, load: worker_pb2.Load) -> None:
-        self._load, self._load_at = load_report(load), self._clock.now()
+        self._load, self._load_at, self._state = load_report(load), self._clock.now(), None
         self._is_draining = load.state in (
             common_pb2.WORKER_STATE_DRAINING,
             common_pb2.WORKER_STATE_SLEEPING,
@@ -445,7 +450,7 @@ class WorkerLink:
             LinkStatus.LAGGING,
         }:
             self._since = self._clock.now()
-        self._status, self._detail = status, detail
+        self._status, self._detail, self._state = status, detail, None
 
     def _start_grace(self, reason: str) -> None:
         frozen = reason.startswith("silent")

@@ -7,7 +7,7 @@ seconds, and it goes on while the store is down. The store is for finding worker
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from services.common.ids import Incarnation, WorkerId
@@ -20,6 +20,8 @@ from services.registry.cost import Booked
 LIVE, DRAINING, SUSPECT, INCOMPATIBLE, GONE = (
     "live", "draining", "suspect", "incompatible", "gone",
 )  # fmt: skip
+_JUDGED_FOR_S = 0.02  # leases run out meanwhile, of workers without a Link
+_NOT_BOOKED = Booked()
 
 
 class LinkStatus(Enum):
@@ -112,8 +114,54 @@ def expected_identity(manifest: ModelManifest) -> dict[str, str]:
 
 def build_view(inputs: ViewInputs, now: float) -> ClusterView:
     """Judge every worker that the store or a Link knows."""
-    known = sorted(set(inputs.records) | set(inputs.links))
-    return ClusterView(tuple(_judge(worker_id, inputs, now) for worker_id in known), now)
+    return ViewMaker().build(inputs, now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What a worker was judged by, and when; values are never changed, so `is` tells them apart."""
+
+    record: WorkerRecord | None
+    link: LinkState | None
+    booked: Booked
+    is_broken: bool
+    at: float
+    worker: WorkerView
+
+
+class ViewMaker:
+    """Builds one view after another, judging only workers of which something is new.
+
+    A request needs several views, and little happens between two of them.
+    """
+
+    def __init__(self) -> None:
+        self._judged: dict[WorkerId, _Judged] = {}
+
+    def build(self, inputs: ViewInputs, now: float) -> ClusterView:
+        """Judge every worker that the store or a Link knows."""
+        judged = {w: self._judge(w, inputs, now) for w in sorted({*inputs.records, *inputs.links})}
+        self._judged = judged
+        return ClusterView(tuple([each.worker for each in judged.values()]), now)
+
+    def _judge(self, worker_id: WorkerId, inputs: ViewInputs, now: float) -> _Judged:
+        was = self._judged.get(worker_id)
+        record, link = inputs.records.get(worker_id), inputs.links.get(worker_id)
+        booked = inputs.booked.get(worker_id, _NOT_BOOKED)
+        is_broken = worker_id in inputs.broken
+        if (
+            was is not None
+            and was.record is record
+            and was.link is link
+            and was.is_broken is is_broken
+            and 0 <= now - was.at < _JUDGED_FOR_S
+        ):
+            if was.booked is booked:
+                return was
+            worker, at = replace(was.worker, booked=booked), was.at
+        else:
+            worker, at = _judge(worker_id, inputs, now), now
+        return _Judged(record, link, booked, is_broken, at, worker)
 
 
 def pair_mismatch(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
@@ -154,7 +202,7 @@ def _judge(worker_id: WorkerId, inputs: ViewInputs, now: float) -> WorkerView:
         slot_gen=own_record.slot_gen if own_record else (link.slot_gen if link else 0),
         lease_left_ms=lease_left,
         load=_newest_load(own_record, link, inputs.records_at),
-        booked=inputs.booked.get(worker_id, Booked()),
+        booked=inputs.booked.get(worker_id, _NOT_BOOKED),
         up_since=link.since if link and link.status is LinkStatus.UP else None,
     )
 

@@ -12,6 +12,7 @@ from services.router.view import (
     LinkState,
     LinkStatus,
     ViewInputs,
+    ViewMaker,
     WorkerView,
     build_view,
     pair_mismatch,
@@ -112,6 +113,39 @@ def test_bookings_and_up_time_are_shown() -> None:
     worker = judge(record(), link(), booked={W0: Booked(2, 30, 40)})
     assert worker.booked == Booked(2, 30, 40)
     assert worker.up_since == 50.0
+
+
+@pytest.mark.parametrize(
+    ("change", "later_s"),
+    [
+        ({}, 0.0),
+        ({}, 0.019),
+        ({}, 2.0),  # a lease ran out
+        ({"records": {W0: record(lease_left_ms=1)}}, 0.002),
+        ({"records": {}}, 0.0),
+        ({"links": {W0: link(is_draining=True)}}, 0.0),
+        ({"links": {}}, 0.0),
+        ({"booked": {W0: Booked(2, 30, 40)}}, 0.001),
+        ({"broken": frozenset({W0})}, 0.0),
+        ({"broken": frozenset({W0}), "booked": {W0: Booked(1, 1, 1)}}, 0.001),
+    ],
+)
+def test_a_view_made_after_another_is_as_one_made_afresh(
+    change: dict[str, Any], later_s: float
+) -> None:
+    first = ViewInputs(
+        records={W0: record()}, records_at=NOW, links={W0: link()}, booked={}, expected={}
+    )
+    second, maker = replace(first, **change), ViewMaker()
+    assert maker.build(first, NOW) == build_view(first, NOW)
+    assert maker.build(second, NOW + later_s).at == NOW + later_s
+    again = maker.build(second, NOW + later_s).workers
+    fresh = build_view(second, NOW + later_s).workers
+    ages = [0 if w.lease_left_ms is None else w.lease_left_ms for w in (*again, *fresh)]
+    assert max(ages, default=0) - min(ages, default=0) < 20
+    assert [replace(w, lease_left_ms=0) for w in again] == [
+        replace(w, lease_left_ms=0) for w in fresh
+    ]
 
 
 def test_pairs_are_compared_by_fingerprint_and_explained_by_field() -> None:
