@@ -59,7 +59,6 @@ class ReaderConfig:
     floor_s: float = 0.025  # two busy laptop cores alone give a p99 of 5 ms; a server sets 5 ms
     cap_s: float = 0.1
     snapshot_timeout_s: float = 0.25  # not on any request's path
-    max_connections: int = 32
 
 
 def reader_config(call_timeout_s: float) -> ReaderConfig:
@@ -98,7 +97,7 @@ class RedisRegistryReader:
         self._deadline = LatencyDeadline(self._config.floor_s, self._config.cap_s)
         self._infos: dict[int, WorkerInfo] = {}
         self._info_version = ""
-        self._store = AsyncStore(store, self._config.max_connections, SCRIPTS)
+        self._store = AsyncStore(store, SCRIPTS)
 
     async def snapshot(self) -> tuple[WorkerRecord, ...]:
         """Return all workers whose entries exist, expired ones included."""

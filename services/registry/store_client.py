@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any  # options of the redis package
 
 import redis
-import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 from redis.retry import Retry
 
 from services.common.config import StoreSettings
 from services.registry.scripts import Invocation, load_script
+from services.registry.store_pipe import StorePipe
 
 LOAD_TIMEOUT_S = 1.0
 
@@ -94,47 +93,35 @@ class SyncStore:
 class AsyncStore:
     """For an event loop; the caller bounds each call, connecting included."""
 
-    def __init__(
-        self, address: StoreAddress, max_connections: int, scripts: tuple[str, ...]
-    ) -> None:
+    def __init__(self, address: StoreAddress, scripts: tuple[str, ...]) -> None:
         """`scripts`: names of all that will be run; one that is missing brings them all."""
         self._address = address
         self._scripts = scripts
-        self._client = self._connect(address.url, max_connections)
+        self._pipe = StorePipe(address.url, address.ca_file)
 
     async def run(self, call: Invocation) -> object:
         """Run a script; load all of them first when the store does not know it."""
-        sha, args = call.script.sha, (*call.keys, *call.args)
+        words = ("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.args)
         try:
-            return await self._client.evalsha(sha, len(call.keys), *args)
+            return await self._pipe.call(*words)
         except NoScriptError:
             await self._load(call)
-            return await self._client.evalsha(sha, len(call.keys), *args)
+            return await self._pipe.call(*words)
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
+        """Close the connection."""
+        await self._pipe.close()
 
     async def _load(self, call: Invocation) -> None:
         # All at once: on the path of a request there may be too little time to load any.
         texts = {call.script.text, *(load_script(name).text for name in self._scripts)}
         if not self._address.loader_url:
             for text in texts:
-                await self._client.script_load(text)
+                await self._pipe.call("SCRIPT", "LOAD", text)
             return
-        loader = self._connect(self._address.loader_url, 1)
+        loader = StorePipe(self._address.loader_url, self._address.ca_file)
         try:
             for text in texts:
-                await loader.script_load(text)
+                await loader.call("SCRIPT", "LOAD", text)
         finally:
-            await loader.aclose()
-
-    def _connect(self, url: str, max_connections: int) -> redis.asyncio.Redis:
-        return redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=AsyncRetry(NoBackoff(), 0),
-            max_connections=max_connections,
-            **self._address.options(url),
-        )
+            await loader.close()
