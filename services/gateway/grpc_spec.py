@@ -28,6 +28,8 @@ _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
 }
+_MODES = dict(common_pb2.Mode.items())
+_PLANES = dict(common_pb2.Plane.items())
 _GRPC_ROLES = ("system", "developer", "user", "assistant")
 _PROMPT_FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids"}
 
@@ -99,13 +101,13 @@ def chat_input(chat: inference_pb2.Chat, limits: Limits, param: str) -> ChatInpu
     return ChatInput(tuple(turns))
 
 
-def unpack_ids(raw: bytes, param: str) -> npt.NDArray[np.int64]:
-    """Read little-endian uint32 ids."""
+def unpack_ids(raw: bytes, param: str) -> npt.NDArray[np.uint32]:
+    """Read little-endian uint32 ids, in place."""
     if len(raw) % 4:
         raise RequestError(
             "invalid_argument", f"{param} has {len(raw)} bytes, not a multiple of 4", param=param
         )
-    return np.frombuffer(raw, dtype="<u4").astype(np.int64)
+    return np.frombuffer(raw, dtype="<u4")
 
 
 def delta_frame(delta: ChoiceDelta, *, with_ids: bool) -> inference_pb2.GenerateFrame:
@@ -131,9 +133,10 @@ def end_frame(end: ChoiceEnd) -> inference_pb2.GenerateFrame:
 
 def add_request_end(frame: inference_pb2.GenerateFrame, end: RequestEnd) -> None:
     """Put usage and timing on the request's last frame."""
-    frame.usage.prompt_tokens = end.prompt_tokens
-    frame.usage.cached_tokens = end.cached_tokens
-    frame.usage.completion_tokens = end.completion_tokens
+    usage = frame.usage
+    usage.prompt_tokens = end.prompt_tokens
+    usage.cached_tokens = end.cached_tokens
+    usage.completion_tokens = end.completion_tokens
     frame.timing.CopyFrom(timing_message(end.timing))
 
 
@@ -168,17 +171,12 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         migration_plane=_plane(timing.migration_plane),
         routed_locally=timing.routed_locally,
     )
-    mode = f"MODE_{timing.mode.upper()}"
-    if mode in common_pb2.Mode.keys():  # noqa: SIM118 - an enum wrapper, not a dict
-        message.mode = common_pb2.Mode.Value(mode)
+    message.mode = _MODES.get(f"MODE_{timing.mode.upper()}", common_pb2.MODE_UNSPECIFIED)
     return message
 
 
 def _plane(name: str) -> common_pb2.Plane.ValueType:
-    plane = f"PLANE_{name.upper()}"
-    if plane in common_pb2.Plane.keys():  # noqa: SIM118 - an enum wrapper, not a dict
-        return common_pb2.Plane.Value(plane)
-    return common_pb2.PLANE_UNSPECIFIED
+    return _PLANES.get(f"PLANE_{name.upper()}", common_pb2.PLANE_UNSPECIFIED)
 
 
 def _prompt(kind: str, request: inference_pb2.GenerateRequest, limits: Limits) -> PromptInput:

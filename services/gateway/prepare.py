@@ -15,7 +15,7 @@ import numpy.typing as npt
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.limits import Limits
-from services.gateway.spec import ChatInput, GenerateSpec, PromptInput, TokenInput
+from services.gateway.spec import ChatInput, GenerateSpec, PromptInput, TokenIds, TokenInput
 from services.gateway.traffic_control import TrafficControl, traffic_key
 from services.gateway.validate import (
     Arrival,
@@ -30,6 +30,7 @@ from services.router.traffic import TrafficTable, mirror_of, names_of, resolve
 from services.text.tokenizer import TextModel
 
 T = TypeVar("T")
+_NO_RULES = TrafficTable()
 
 
 class TextPool:
@@ -127,7 +128,7 @@ class Preparer:
 
     def exactly(self, spec: GenerateSpec) -> ServedModel:
         """Return the model of a resolved request."""
-        return resolve(TrafficTable(), spec.model, b"", self._router.served_models())
+        return resolve(_NO_RULES, spec.model, b"", self._router.served_models())
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class Preparer:
             lambda: _encode(text_model, text, add_special, param), deadline - self._clock.now()
         )
 
-    def detokenize(self, token_ids: npt.NDArray[np.int64], param: str, model: ServedModel) -> str:
+    def detokenize(self, token_ids: TokenIds, param: str, model: ServedModel) -> str:
         """Turn ids of a model into text, special tokens included."""
         if token_ids.size > model.context_length:
             raise RequestError(

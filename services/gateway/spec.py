@@ -10,6 +10,8 @@ import numpy.typing as npt
 from services.gateway.wire_names import FORCE_MODE
 from services.text.template import ChatTurn
 
+TokenIds = npt.NDArray[np.int64] | npt.NDArray[np.uint32]  # as JSON has them, or the wire
+
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
@@ -29,7 +31,7 @@ class ChatInput:
 class TokenInput:
     """A prompt of ids; not yet checked against the vocabulary."""
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: TokenIds
 
 
 PromptInput = TextInput | ChatInput | TokenInput

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from services.common.clock import Clock
 from services.common.errors import ConfigError
 from services.gateway.spec import GenerateSpec, TextInput, TokenInput
@@ -14,6 +16,7 @@ from services.runtime.watched_file import WatchedFile
 _SETTING = "router.traffic_file"
 _KEY_CHARS = 1024
 _KEY_TOKENS = 64
+_NONE = TrafficTable()
 
 FROM_FILE, FROM_OPERATOR, NO_RULES = "file", "operator", "none"
 
@@ -34,7 +37,7 @@ class TrafficControl:
 
     def table(self) -> TrafficTable:
         """Return the rules in force."""
-        table = self._file.get() if self._file is not None else TrafficTable()
+        table = self._file.get() if self._file is not None else _NONE
         if self._own is None:
             return table
         if self._file is not None and self._file.version != self._file_version:
@@ -73,7 +76,7 @@ def traffic_key(spec: GenerateSpec, arrival: Arrival) -> bytes:
     if arrival.session:
         head = arrival.session.encode()
     elif isinstance(prompt, TokenInput):
-        head = prompt.token_ids[:_KEY_TOKENS].tobytes()
+        head = prompt.token_ids[:_KEY_TOKENS].astype(np.int64).tobytes()
     elif isinstance(prompt, TextInput):
         head = prompt.text[:_KEY_CHARS].encode("utf-8", "surrogatepass")
     else:

@@ -14,7 +14,7 @@ from services.common.ids import RequestId
 from services.common.limits import Limits
 from services.common.sampling import SamplingParams
 from services.gateway.input_bounds import check_count, check_range, check_text
-from services.gateway.spec import ChatInput, GenerateSpec, TextInput, TokenInput
+from services.gateway.spec import ChatInput, GenerateSpec, TextInput, TokenIds, TokenInput
 from services.gateway.wire_names import SESSION
 from services.router.api import GenerateCall, ServedModel
 from services.router.policy import MODES
@@ -118,21 +118,23 @@ def session_of(value: str, limits: Limits) -> str:
 
 def check_vocabulary(token_ids: npt.NDArray[np.uint32], vocab_size: int, param: str) -> None:
     """Refuse an id the model has no embedding for, naming the first."""
+    if not token_ids.size or token_ids.max() < vocab_size:
+        return
     outside = np.flatnonzero(token_ids >= vocab_size)
     if outside.size:
         position = int(outside[0])
         _out_of_range(int(token_ids[position]), position, vocab_size, param)
 
 
-def check_token_ids(
-    token_ids: npt.NDArray[np.int64], vocab_size: int, param: str
-) -> npt.NDArray[np.uint32]:
+def check_token_ids(token_ids: TokenIds, vocab_size: int, param: str) -> npt.NDArray[np.uint32]:
     """Turn ids as clients write them into uint32, refusing those out of the vocabulary."""
+    if not token_ids.size or (token_ids.min() >= 0 and token_ids.max() < vocab_size):
+        return token_ids.astype(np.uint32, copy=False)
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if outside.size:
         position = int(outside[0])
         _out_of_range(int(token_ids[position]), position, vocab_size, param)
-    return token_ids.astype(np.uint32)
+    raise AssertionError("the least or the largest id is outside, so some is")
 
 
 def model_not_found(name: str, served: str) -> RequestError:

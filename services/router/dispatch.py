@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from services.common.clock import Clock
@@ -289,13 +288,10 @@ class Router:
 
     def _final(self, progress: Progress) -> RequestEnd:
         """Fill in the figures of a request at the moment its last frame is written."""
-        decision, check = progress.decision, check_progress(progress)
+        check = check_progress(progress)
         if check is not None and check.error_tokens > 0:
             self._note_missed_hint(progress, progress.cached_tokens + check.error_tokens)
-        timing = replace(
-            progress.timing(self._clock.now()),
-            routed_locally=decision is not None and decision.is_local,
-        )
+        timing = progress.timing(self._clock.now())
         self._cluster.note_handoff(timing)
         return RequestEnd(
             prompt_tokens=progress.facts.num_tokens,

@@ -12,7 +12,7 @@ from services.router.api import GenerateCall, RequestTiming
 from services.router.booking import Booking
 from services.router.policy import LOCAL, REMOTE, Decision, RequestFacts
 from services.router.request import LogicalRequest
-from services.router.timing import Marks, StageTimes, attribute
+from services.router.timing import NO_STAGES, Marks, StageTimes, Whereabouts, attribute
 
 PREFILL, CONTINUE, WHOLE = "prefill", "continue", "whole"  # kinds of a work item
 MAX_CHOICES = 8  # of workers, remembered for a request
@@ -43,7 +43,7 @@ class Leg:
     predicted_s: float = 0.0  # until its first message, where it was chosen for a prefill
     goes_on: bool = False  # the client had tokens of another worker when this was sent
     migrate_asked_at: float = float("-inf")
-    stages: StageTimes = field(default_factory=StageTimes)
+    stages: StageTimes = NO_STAGES
     cached_tokens: int = 0
 
     @property
@@ -164,7 +164,7 @@ class Progress:
 
     def timing(self, ended: float) -> RequestTiming:
         """Return the stage times and where the request ran."""
-        stages = StageTimes()
+        stages = NO_STAGES
         for leg in self.legs:
             if not leg.has_failed:
                 stages = stages.merged(leg.own_stages)
@@ -172,19 +172,18 @@ class Progress:
         if self.num_migrations:
             decode_us = sum(leg.stages.decode_us for leg in self.legs if not leg.has_failed)
             stages = replace(stages, decode_us=decode_us)
-        timing = attribute(
-            self.marks, stages, ended, has_decode_report=last is not None and last.has_report
-        )
         prefill, decode = self._workers()
-        return replace(
-            timing,
+        where = Whereabouts(
             mode=self.mode,
             reason=self.reason,
             prefill_worker=prefill,
             decode_worker=decode,
             migrations=self.num_migrations,
             migration_gap_us=self.migration_gap_us,
+            routed_locally=self.decision is not None and self.decision.is_local,
         )
+        has_report = last is not None and last.has_report
+        return attribute(self.marks, stages, ended, has_decode_report=has_report, where=where)
 
     def _workers(self) -> tuple[str, str]:
         prefill, decode = self.newest(PREFILL), self.newest(CONTINUE)

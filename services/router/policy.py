@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 
 from services.common.errors import RequestError
@@ -255,6 +256,7 @@ def expected_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
     return facts.num_tokens + min(facts.max_tokens, config.expected_output_tokens) * facts.n
 
 
+@lru_cache(maxsize=4096)  # the same workers at every decision
 def worker_seed(worker_id: WorkerId) -> int:
     """Return 32 bits of a worker's name: all replicas agree without talking to one another."""
     return _root32(worker_id.encode())

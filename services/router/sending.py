@@ -243,6 +243,8 @@ def _facts_now(progress: Progress) -> RequestFacts:
     """Return the facts of what is left to do: tokens so far are as good as prompt."""
     longest = max(progress.logical.next_indexes)
     facts = progress.facts
+    if not longest:
+        return facts
     return replace(
         facts,
         num_tokens=facts.num_tokens + longest,
@@ -254,6 +256,8 @@ def _with_tokens_so_far(head: WorkHead, progress: Progress, source: Leg | None) 
     if head.kind == CONTINUE and source is not None:
         return replace(head, ticket=source.ticket, generated=source.generated)
     so_far = progress.logical.so_far
+    if not so_far:
+        return head
     if progress.logical.num_choices > 1:
         return replace(head, resumed=so_far)
     return replace(head, generated=pack_token_ids(so_far[0].token_ids) if so_far else b"")

@@ -35,6 +35,8 @@ class StageTimes:
 
     def merged(self, other: StageTimes) -> StageTimes:
         """Join with a later report: of the same leg's next choice, or of another leg."""
+        if self is NO_STAGES or other is NO_STAGES:
+            return self if other is NO_STAGES else other
         return StageTimes(
             queue_prefill_us=max(self.queue_prefill_us, other.queue_prefill_us),
             prefill_us=max(self.prefill_us, other.prefill_us),
@@ -75,6 +77,25 @@ class StageTimes:
             migration_blocks_attached=self.handoff_blocks_attached,
             migration_plane=self.plane,
         )
+
+
+NO_STAGES = StageTimes()  # nothing was reported
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a request ran, and why there."""
+
+    mode: str = ""
+    reason: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    migrations: int = 0
+    migration_gap_us: int = 0
+    routed_locally: bool = False
+
+
+NOWHERE = Whereabouts()
 
 
 @dataclass(slots=True)
@@ -119,7 +140,12 @@ def ttft_stages(marks: Marks, timing: RequestTiming) -> tuple[tuple[str, int], .
 
 
 def attribute(
-    marks: Marks, stages: StageTimes, ended: float, *, has_decode_report: bool
+    marks: Marks,
+    stages: StageTimes,
+    ended: float,
+    *,
+    has_decode_report: bool,
+    where: Whereabouts = NOWHERE,
 ) -> RequestTiming:
     """Split the time from `received` to `ended` into stages.
 
@@ -129,6 +155,7 @@ def attribute(
         ended: moment of the last frame.
         has_decode_report: False when the leg was cancelled at a stop string, so that nobody
             reported its decode time; the router's own view is used then.
+        where: what else is told of it.
     """
     e2e = _us(marks.received, ended)
     # received <= sent <= first <= ended, whatever is missing.
@@ -157,7 +184,13 @@ def attribute(
         unattributed_us=e2e - stages_us,
         ttft_us=_us(marks.received, marks.first_frame) if marks.first_frame is not None else 0,
         e2e_us=e2e,
+        mode=where.mode,
+        reason=where.reason,
         plane=stages.plane,
+        prefill_worker=where.prefill_worker,
+        decode_worker=where.decode_worker,
+        migrations=where.migrations,
+        migration_gap_us=where.migration_gap_us,
         prefill_chunks=stages.prefill_chunks,
         recomputed=stages.recomputed,
         handoff_blocks=stages.handoff_blocks,
@@ -168,6 +201,7 @@ def attribute(
         migration_blocks=stages.migration_blocks,
         migration_blocks_attached=stages.migration_blocks_attached,
         migration_plane=stages.migration_plane,
+        routed_locally=where.routed_locally,
     )
 
 

@@ -92,3 +92,4 @@ def test_session_counts_more_than_the_prompt() -> None:
     assert key(TextInput("x"), "s") == key(ids, "s") != key(ids, "t")
     longer = TokenInput(np.arange(200, dtype=np.int64))
     assert key(ids) == key(longer) != key(TextInput("x"))
+    assert key(TokenInput(np.arange(100, dtype=np.uint32))) == key(ids)  # of the other door
