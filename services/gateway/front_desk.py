@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -134,20 +133,19 @@ class FrontDesk:
         has_ended = False
         try:
             call = await self.preparer.call(spec, arrival)
-            async with contextlib.AsyncExitStack() as stack:
-                bill = stack.enter_context(
-                    self.accounting.billed(arrival.tenant, len(call.token_ids))
-                )
+            with self.accounting.billed(arrival.tenant, len(call.token_ids)) as bill:
                 if sink is not None:
                     call = replace(call, sink=TappedSink(sink, bill.note))
-                # The iterator may lack aclose() in a fake; the real one is a generator.
                 outputs = self._router.generate(call)
-                if isinstance(outputs, AsyncGenerator):
-                    await stack.enter_async_context(contextlib.aclosing(outputs))
-                async for output in outputs:
-                    bill.note(output)
-                    has_ended = isinstance(output, RequestEnd)
-                    yield output
+                try:
+                    async for output in outputs:
+                        bill.note(output)
+                        has_ended = isinstance(output, RequestEnd)
+                        yield output
+                finally:
+                    # The iterator may lack aclose() in a fake; the real one is a generator.
+                    if isinstance(outputs, AsyncGenerator):
+                        await outputs.aclose()
         except IsthmusError:
             raise
         except asyncio.CancelledError:

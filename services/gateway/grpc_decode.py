@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -19,6 +18,10 @@ _UNDECODABLE = object()
 class DecodeInterceptor(grpc.aio.ServerInterceptor):
     """Lets handlers of single requests see only requests that could be parsed."""
 
+    def __init__(self) -> None:
+        # By method: what it wraps, and how. Only methods of services get here with a handler.
+        self._guarded: dict[str, tuple[AnyHandler, AnyHandler]] = {}
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
@@ -28,7 +31,11 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or not handler.request_deserializer:
             return handler
-        return _guarded(handler, handler.request_deserializer)
+        method = handler_call_details.method
+        known = self._guarded.get(method)
+        if known is None or known[0] is not handler:
+            known = self._guarded[method] = handler, _guarded(handler, handler.request_deserializer)
+        return known[1]
 
 
 def _guarded(handler: Any, parse: Callable[[bytes], Any]) -> AnyHandler:
@@ -44,29 +51,15 @@ def _guarded(handler: Any, parse: Callable[[bytes], Any]) -> AnyHandler:
         if handler.response_streaming
         else grpc.unary_unary_rpc_method_handler
     )
-    # grpc looks at what kind of function a handler is, so each kind keeps its own.
-    guard = _generator(inner) if inspect.isasyncgenfunction(inner) else _coroutine(inner)
-    return make(guard, deserialize, handler.response_serializer)
+    if inspect.isasyncgenfunction(inner):
+        raise TypeError(f"{inner} is a generator: handlers here write their responses")
 
-
-def _generator(inner: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
-    async def stream(request: Any, context: AnyContext) -> AsyncIterator[Any]:
-        if request is _UNDECODABLE:
-            await _refuse(context)
-        async with aclosing(inner(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return stream
-
-
-def _coroutine(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: AnyContext) -> Any:
         if request is _UNDECODABLE:
             await _refuse(context)
         return await inner(request, context)
 
-    return call
+    return make(call, deserialize, handler.response_serializer)
 
 
 async def _refuse(context: AnyContext) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import grpc
 
@@ -28,7 +29,7 @@ from services.gateway.hooks import GatewayHooks, RequestRecord, client_id_of
 from services.gateway.http_io import traceparent_of
 from services.gateway.input_bounds import check_count, check_text
 from services.gateway.rate_limits import rate_headers
-from services.gateway.spec import ChatInput, TextInput
+from services.gateway.spec import ChatInput, GenerateSpec, TextInput
 from services.gateway.validate import Arrival, check_turns, session_of
 from services.gateway.wire_names import (
     CLIENT_REQUEST_ID,
@@ -46,6 +47,9 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+GenerateContext: TypeAlias = (
+    "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateFrame]"
+)
 _MAX_TRANSPORT_DEADLINE_S = 1e9  # grpc reports "no deadline" as a huge number on some paths
 
 
@@ -73,20 +77,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._clock = desk.clock
         self._limits = desk.config.limits
 
-    async def Generate(
+    # A coroutine that writes: a generator between each layer cost as much as the rest of the door.
+    async def Generate(  # type: ignore[override]  # the stubs know generators only
         self,
         request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[
-            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
-        ],
-    ) -> AsyncIterator[inference_pb2.GenerateFrame]:
-        """Stream a request's frames. Every way it can end gives the client a status."""
+        context: GenerateContext,
+    ) -> None:
+        """Write a request's frames. Every way it can end gives the client a status."""
         progress = _Progress(new_request_id(), self._clock.now())
         failure: IsthmusError | None = None
         try:
-            async with contextlib.aclosing(self._frames(request, context, progress)) as frames:
-                async for frame in frames:
-                    yield frame
+            await self._answer(request, context, progress)
         except IsthmusError as error:
             failure = error
         except TimeoutError:
@@ -136,7 +137,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn text or a chat into ids."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            with self._admitted(context, progress):
+            metadata = text_metadata(context.invocation_metadata())
+            with self._admitted(context, metadata, progress):
                 ids = await self._tokenize(request, progress.received_at, _time_left(context))
         except IsthmusError as error:
             progress.code = error.spec.code
@@ -155,7 +157,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn ids into text."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            with self._admitted(context, progress):
+            metadata = text_metadata(context.invocation_metadata())
+            with self._admitted(context, metadata, progress):
                 model = self._desk.preparer.model(request.model)
                 ids = unpack_ids(request.token_ids, "token_ids")
                 text = self._desk.preparer.detokenize(ids, "token_ids", model)
@@ -166,29 +169,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._record("Detokenize", progress)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def _frames(
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[
-            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
-        ],
-        progress: _Progress,
-    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
-        metadata = text_metadata(context.invocation_metadata())
-        progress.client_request_id = client_id_of(
-            request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
-        )
-        with self._admitted(context, progress) as verdict:
-            rates = rate_headers(verdict)
-            frames = self._answer(request, context, progress, rates)
-            async with contextlib.aclosing(frames):
-                async for frame in frames:
-                    yield frame
-
     @contextlib.contextmanager
-    def _admitted(self, context: AnyContext, progress: _Progress) -> Iterator[Verdict]:
+    def _admitted(
+        self, context: AnyContext, metadata: Mapping[str, str], progress: _Progress
+    ) -> Iterator[Verdict]:
         """Let a call in that the interceptor has let through; note whose it is."""
-        caller = self._authenticator.authenticate(text_metadata(context.invocation_metadata()))
+        caller = self._authenticator.authenticate(metadata)
         progress.caller, progress.peer = caller, context.peer()
         with self._desk.accounting.admitted(caller.tenant) as verdict:
             yield verdict
@@ -196,18 +182,35 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _answer(
         self,
         request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[
-            inference_pb2.GenerateRequest, inference_pb2.GenerateFrame
-        ],
+        context: GenerateContext,
         progress: _Progress,
-        rates: Mapping[str, str],
-    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
-        metadata, caller = text_metadata(context.invocation_metadata()), progress.caller
-        self._check_ids(request)
-        await context.send_initial_metadata(
-            (*_initial_metadata(request, progress.request_id), *rates.items())
+    ) -> None:
+        metadata = text_metadata(context.invocation_metadata())
+        progress.client_request_id = client_id_of(
+            request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
         )
-        mode = metadata.get(FORCE_MODE.name)
+        with self._admitted(context, metadata, progress) as verdict:
+            self._check_ids(request)
+            await context.send_initial_metadata(
+                (*_initial_metadata(request, progress.request_id), *rate_headers(verdict).items())
+            )
+            spec, arrival = self._parse(request, context, metadata, progress)
+            outputs = self._desk.generate(spec, arrival, *_idempotency(request))
+            left_s = self._desk.time_left_s(spec, arrival)
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._write(outputs, request.return_token_ids, context, progress)
+            finally:
+                await outputs.aclose()
+
+    def _parse(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: GenerateContext,
+        metadata: Mapping[str, str],
+        progress: _Progress,
+    ) -> tuple[GenerateSpec, Arrival]:
+        caller, mode = progress.caller, metadata.get(FORCE_MODE.name)
         spec = parse_generate(request, self._limits, None if mode is None else mode.upper())
         arrival = Arrival(
             request_id=progress.request_id,
@@ -218,23 +221,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             time_left_s=_time_left(context),
             session=session_of(metadata.get(SESSION.name, ""), self._limits),
         )
-        spec = self._desk.preparer.resolved(spec, arrival)
-        outputs = self._desk.generate(spec, arrival, *_idempotency(request))
-        limit = asyncio.get_running_loop().time() + self._desk.time_left_s(spec, arrival)
-        first: RequestId | None = progress.request_id
-        async with contextlib.aclosing(_within(outputs, limit)) as bounded:
-            async for frame in self._write(bounded, request.return_token_ids, progress):
-                if first is not None:
-                    frame.request_id, first = first, None
-                    progress.ttft_s = self._clock.now() - progress.received_at
-                yield frame
+        return self._desk.preparer.resolved(spec, arrival), arrival
 
     async def _write(
         self,
         outputs: AsyncGenerator[RouterOutput, None],
         with_ids: bool,
+        context: GenerateContext,
         progress: _Progress,
-    ) -> AsyncGenerator[inference_pb2.GenerateFrame, None]:
+    ) -> None:
         """Write frames. An end waits for what follows it: the last one carries usage."""
         pending: inference_pb2.GenerateFrame | None = None
         async for output in outputs:
@@ -244,19 +239,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 frame = end_frame(output)
             else:
                 if pending is None:
-                    raise RequestError("internal", "the answer ended without its end")
+                    break
                 progress.end = output
                 add_request_end(pending, output)
-                yield pending
+                await self._write_one(pending, context, progress)
                 return
             if pending is not None:
-                yield pending
+                await self._write_one(pending, context, progress)
                 pending = None
             if isinstance(output, ChoiceEnd):
                 pending = frame
             else:
-                yield frame
+                await self._write_one(frame, context, progress)
         raise RequestError("internal", "the answer ended without its end")
+
+    async def _write_one(
+        self,
+        frame: inference_pb2.GenerateFrame,
+        context: GenerateContext,
+        progress: _Progress,
+    ) -> None:
+        if progress.ttft_s is None:
+            frame.request_id = progress.request_id
+            progress.ttft_s = self._clock.now() - progress.received_at
+        await context.write(frame)
 
     async def _tokenize(
         self, request: inference_pb2.TokenizeRequest, received_at: float, time_left: float | None
@@ -298,24 +304,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 peer=progress.peer,
             )
         )
-
-
-async def _within(
-    outputs: AsyncGenerator[RouterOutput, None], limit: float
-) -> AsyncGenerator[RouterOutput, None]:
-    """Pass outputs on; raise TimeoutError when one is not there by the limit (loop time).
-
-    The timeout is set anew for each wait: a timeout held across a yield would cancel whatever
-    the consumer awaits at that moment.
-    """
-    async with contextlib.aclosing(outputs):
-        while True:
-            try:
-                async with asyncio.timeout_at(limit):
-                    output = await anext(outputs)
-            except StopAsyncIteration:
-                return
-            yield output
 
 
 def _initial_metadata(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.clock import Clock
@@ -64,7 +63,8 @@ class ObservedRouter:
         try:
             sink = None if call.sink is None else TappedSink(call.sink, gaps.note)
             traced = replace(call, traceparent=span.traceparent or call.traceparent, sink=sink)
-            async with aclosing(_generator(self._inner, traced)) as outputs:
+            outputs = self._inner.generate(traced)
+            try:
                 async for output in outputs:
                     if isinstance(output, ChoiceDelta):
                         gaps.note(output)
@@ -75,6 +75,10 @@ class ObservedRouter:
                         self._count_slo("tpot", call.slo_tpot_ms, tpot_s)
                         self._close(span, call, output.timing, started_ns)
                     yield output
+            finally:
+                # The iterator may lack aclose() in a fake; the real one is a generator.
+                if isinstance(outputs, AsyncGenerator):
+                    await outputs.aclose()
         except IsthmusError as error:
             outcome = error.spec.code
             raise
@@ -153,15 +157,3 @@ class _Gaps:
         tpot = (self._last - self._first) / self._num_after_first
         self._metrics.observe(catalog.TPOT, tpot, mode=mode)
         return tpot
-
-
-async def _generator(inner: RouterPort, call: GenerateCall) -> AsyncGenerator[RouterOutput, None]:
-    """Make a generator of any async iterator, so that closing it reaches the inner one."""
-    outputs = inner.generate(call)
-    try:
-        async for output in outputs:
-            yield output
-    finally:
-        close = getattr(outputs, "aclose", None)
-        if close is not None:
-            await close()
