@@ -1,4 +1,4 @@
-"""Decisions of one router: asked of the store, one round trip for all of a loop tick, or made here.
+"""Decisions of one router: asked of the store, one round trip for those of a moment, or made here.
 
 The store decides with the loads and reservations of all replicas. Where it does not answer, has
 no candidate or is known to be away, the router decides alone: newest loads it knows, its own
@@ -41,6 +41,8 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+# Of many requests, those of this long share a call; one that comes alone does not wait.
+GATHER_S = 0.002
 MAX_BATCH = 16  # decisions of one call: it holds the store for half a millisecond
 LOCAL_FIELDS = 65_536  # prefixes remembered for local mode
 LOCAL_TTL_S = 120
@@ -107,6 +109,7 @@ class RouteDesk:
         self._around = around
         self._index: Speculation[WorkerId] = Speculation(LOCAL_FIELDS)
         self._waiting: list[_Waiting] = []
+        self._flushed_at = float("-inf")  # by the loop's clock
         self._open: dict[str, float] = {}  # reservations -> when they were made or held last
         self._ends: dict[str, bytes] = {}
         self._wake = asyncio.Event()
@@ -216,15 +219,20 @@ class RouteDesk:
         if not self._around.may_ask_store():
             return None
         loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._flush)
         answer: asyncio.Future[Decision | None] = loop.create_future()
         self._waiting.append(_Waiting(facts, fields, exclude, rid, source, answer))
+        if len(self._waiting) == 1:
+            since_s = loop.time() - self._flushed_at
+            if since_s < GATHER_S:
+                loop.call_later(GATHER_S - since_s, self._flush)
+            else:
+                loop.call_soon(self._flush)
         return await answer
 
     def _flush(self) -> None:
-        """Send what has gathered since the tick began."""
+        """Send what has gathered."""
         waiting, self._waiting = self._waiting, []
+        self._flushed_at = asyncio.get_running_loop().time()
         for lo in range(0, len(waiting), MAX_BATCH):
             task = asyncio.create_task(self._decide(waiting[lo : lo + MAX_BATCH]))
             self._tasks.add(task)

@@ -12,6 +12,7 @@ from services.common.clock import ManualClock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.registry.base import LoadReport
+from services.router import route_desk
 from services.router.policy import NO_LINKS, REMOTE, Links, PolicyConfig, RequestFacts
 from services.router.route_desk import HOLD_EVERY_S, MAX_BATCH, RouteDesk
 from services.router.view import ClusterView, WorkerView
@@ -90,6 +91,22 @@ async def test_decisions_of_one_tick_share_a_round_trip() -> None:
     assert replicas.reader.batches == [MAX_BATCH, 4]
     await replicas.route(99)
     assert replicas.reader.batches == [MAX_BATCH, 4, 1]
+
+
+async def test_one_alone_is_asked_at_once_and_what_follows_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(route_desk, "GATHER_S", 3600.0)
+    replicas = Replicas()
+    await replicas.route(1)
+    later = []
+    for number in (2, 3, 4):
+        later.append(asyncio.create_task(replicas.route(number)))
+        await asyncio.sleep(0)
+    assert replicas.reader.batches == [1]
+    replicas.desks[0]._flush()  # as its timer does
+    await asyncio.gather(*later)
+    assert replicas.reader.batches == [1, 3]
 
 
 async def test_replicas_spread_equal_prompts_evenly() -> None:
