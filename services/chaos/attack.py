@@ -55,7 +55,9 @@ class Tally:
 
 
 @asynccontextmanager
-async def loaded_cluster(seed: int, load: Load) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
+async def loaded_cluster(
+    seed: int, load: Load, *, has_store_proxy: bool = False
+) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
     """Two workers of each role, two routers, and clients that know every answer."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
         model_dir = make_scripted_model(Path(made) / "model")
@@ -63,7 +65,9 @@ async def loaded_cluster(seed: int, load: Load) -> AsyncIterator[tuple[Rig, Keye
         bodies = make_bodies(seed, load.shape, manifest.vocab_size)
         answers = await asyncio.to_thread(computed_answers, bodies, manifest)
         vary(bodies, answers, TextModel.load(model_dir), seed)
-        plan = RigPlan(model_dir, routers=2, speed=SPEED, settings=_SETTINGS)
+        plan = RigPlan(
+            model_dir, routers=2, speed=SPEED, settings=_SETTINGS, has_store_proxy=has_store_proxy
+        )
         async with Rig(plan, lambda _worker: "") as rig:
             await rig.until_live(LIVE_TIMEOUT_S)
             undisturbed = await undisturbed_answers(rig.grpc, bodies, answers)

@@ -28,7 +28,7 @@ from services.bench.result import BenchFailed
 from services.chaos.forking import Forks
 from services.chaos.scripted_worker import SPEED_VARIABLE
 from services.chaos.tcp_proxy import TcpProxy
-from services.common.address import HeldPort
+from services.common.address import HeldPort, split_host_port
 from services.common.config import IsthmusConfig
 from services.common.config_source import dump_yaml
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -68,6 +68,7 @@ class RigPlan:
     speed: str = ""  # of scripted workers; empty = their default
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # section -> field
     planes: Sequence[str] = ()  # of every worker; empty = a mix, so that pairs differ
+    has_store_proxy: bool = False  # between the store and everybody
 
 
 class RigWorker:
@@ -205,6 +206,7 @@ class Rig:
         self._first_point = first_point
         self.workers: list[RigWorker] = []
         self.routers: list[RigRouter] = []
+        self.store_proxy: TcpProxy | None = None
 
     @property
     def grpc(self) -> str:
@@ -218,7 +220,11 @@ class Rig:
         # A real model's worker has threads when it is loaded: no fork would be whole.
         self._forks = Forks() if self._plan.program == SCRIPTED else None
         try:
-            self.store = EmbeddedStore.start(path)
+            self.store = EmbeddedStore.start(path, use_tcp=self._plan.has_store_proxy)
+            if self._plan.has_store_proxy:
+                self.store_proxy = TcpProxy(
+                    split_host_port(self.store.url.removeprefix("redis://"))
+                )
             self._write_config(path / "rig.yaml")
             for index in range(self._plan.routers):
                 self.routers.append(RigRouter(f"router-{index}", path))
@@ -256,6 +262,8 @@ class Rig:
         for router in self.routers:
             await router.close()
         self.store.stop()
+        if self.store_proxy is not None:
+            self.store_proxy.stop()
         self._runtime.remove()
 
     def _close_forks(self) -> None:
@@ -269,12 +277,13 @@ class Rig:
     def start_store_again(self) -> None:
         """Begin another life of the store, empty, at the same address; waits until it answers."""
         self.store.stop()
-        self.store = EmbeddedStore.start(self._runtime.path)
+        port = 0 if self.store_proxy is None else self.store_proxy.target[1]
+        self.store = EmbeddedStore.start(self._runtime.path, use_tcp=port > 0, port=port)
 
     def _write_config(self, path: Path) -> None:
         sections: dict[str, dict[str, object]] = {
             "model": {"name": str(self._plan.model_dir)},
-            "store": {"url": SecretStr(self.store.url)},
+            "store": {"url": SecretStr(self._store_url)},
             "router": {"drain_s": 0.5},
             "worker": {"threads": self._plan.threads, "drain_s": 0.5},
             "telemetry": {"log_level": "warning"},
@@ -285,6 +294,12 @@ class Rig:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "w") as file:
             file.write(dump_yaml(config))
+
+    @property
+    def _store_url(self) -> str:
+        if self.store_proxy is None:
+            return self.store.url
+        return f"redis://{HOST}:{self.store_proxy.port}"
 
     @property
     def routers_are_running(self) -> bool:

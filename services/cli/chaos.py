@@ -103,6 +103,22 @@ def rolling(
     return show_result(result, progress)
 
 
+@app.command("store")
+def store(
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests and faults.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MAX_ROUNDS, help="Times the store is hurt in each way.")
+    ] = 3,
+    json: Json = False,
+) -> int:
+    """Hurt the store of a cluster in every way under load; no request may fail for it."""
+    from services.chaos.store import StorePlan, run
+
+    progress = Progress()
+    result = run(StorePlan(seed, rounds), lambda line, share: _show(progress, line, share, json))
+    return show_result(result, progress)
+
+
 @app.command("transfers")
 def transfers(
     num: Annotated[int, typer.Option(min=1, max=MAX_TRANSFERS, help="Transfers to play.")] = 10_000,

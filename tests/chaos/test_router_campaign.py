@@ -1,4 +1,4 @@
-"""Slices of `isthmus chaos router` and `isthmus chaos rolling`: no client notices anything."""
+"""Slices of `isthmus chaos router`, `rolling` and `store`: no client notices anything."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from services.chaos.attack import Load
 from services.chaos.rolling import RollingPlan
 from services.chaos.rolling import run as run_rolling
 from services.chaos.router import RouterCampaign, run
+from services.chaos.store import StorePlan
+from services.chaos.store import run as run_store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,3 +25,14 @@ def test_a_rolling_restart_of_the_routers_loses_nothing() -> None:
     result = run_rolling(RollingPlan(seed=3, rounds=1, quiet_s=0.5, load=Load(clients=6)))
     missed = [bar for bar in result.bars if not bar.is_met and bar.name != "blind_share_during"]
     assert not missed, result.to_json()
+
+
+def test_a_hurt_store_fails_no_request_and_hints_come_back() -> None:
+    """G8, I7: times to the first token say nothing on a busy machine."""
+    result = run_store(StorePlan(seed=5, rounds=1, span_s=0.7, load=Load(clients=4)))
+    times = {"ttft_p99_hurt_to_undisturbed", "hints_back_s"}
+    missed = [bar for bar in result.bars if not bar.is_met and bar.name not in times]
+    assert not missed, result.to_json()
+    backs = [value for name, value in result.figures.items() if name.startswith("hints_back")]
+    assert len(backs) == 7
+    assert all(isinstance(value, float) and value < 30 for value in backs), result.to_json()
