@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Send
@@ -22,6 +22,23 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 class ClientGone(Exception):
     """The client closed its connection."""
+
+
+def check_body_headers(headers: Headers) -> None:
+    """Refuse a body that says it is something else than JSON.
+
+    A page in a browser may send text or a form to a port of its user's machine without being asked
+    whether it may; JSON it may not.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and kind != JSON_TYPE:
+        _refuse_header("content-type", f"must be {JSON_TYPE}")
+    if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        _refuse_header("content-encoding", "is not supported: send the body as it is")
+
+
+def _refuse_header(name: str, why: str) -> NoReturn:
+    raise RequestError("invalid_argument", f"{name} {why}", param=name)
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, timeout_s: float) -> bytes:

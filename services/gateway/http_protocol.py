@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,6 +14,8 @@ from services.gateway.errors import openai_error
 from services.gateway.openai_output import dump
 
 CONNECTION_KEY = "isthmus.connection"  # in the scope: the protocol, with flow and transport
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -43,6 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then look whether a head is still open and how large it is."""
+        if not self._head_bytes:
+            data = _stay_with_http_1(data)
         self._head_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._head_bytes > self.max_head_bytes:
@@ -92,6 +97,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def _stay_with_http_1(data: bytes) -> bytes:
+    """Hide an offer of another protocol, which a server may ignore.
+
+    Java's client makes one with every request, and the parser would take the body for the start
+    of that protocol.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return (
+        _UPGRADE.sub(b"\r\nx-not-upgraded:", head) + end + rest if _UPGRADE.search(head) else data
+    )
 
 
 def bounded_protocol(config: GatewayConfig) -> type[asyncio.Protocol]:

@@ -19,7 +19,9 @@ def parse_json(raw: bytes, max_depth: int) -> Any:
     """Parse a body that is already within the size limit; raise `invalid_json`."""
     check_json_shape(raw, max_depth)
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object
+        )
     except UnicodeDecodeError as error:
         raise _invalid_json(f"the body is not valid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -95,6 +97,14 @@ def _show(value: float) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise _invalid_json(f"the body is not valid JSON: {name} is not a JSON value")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an object that says something twice: whoever checked it may have read the other."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise _invalid_json("the body is not valid JSON: an object has a name twice")
+    return made
 
 
 def _invalid_json(message: str) -> RequestError:

@@ -15,7 +15,13 @@ from services.gateway.auth import Authenticator
 from services.gateway.front_desk import FrontDesk
 from services.gateway.hooks import GatewayHooks
 from services.gateway.http_edge import Endpoint, Exchange, HttpEdge, HttpRoute
-from services.gateway.http_io import Responder, read_body, traceparent_of, while_connected
+from services.gateway.http_io import (
+    Responder,
+    check_body_headers,
+    read_body,
+    traceparent_of,
+    while_connected,
+)
 from services.gateway.input_bounds import check_text, parse_json
 from services.gateway.openai_api import (
     OpenAIRequest,
@@ -242,6 +248,7 @@ class HttpDoor:
         await exchange.responder.whole(200, body, content_type)
 
     async def _read(self, exchange: Exchange) -> bytes:
+        check_body_headers(exchange.headers)
         return await read_body(
             exchange.receive,
             exchange.headers,

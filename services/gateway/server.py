@@ -213,6 +213,8 @@ class GatewayServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            # It warns of every line that is no HTTP: anybody could fill the disk with that.
+            log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
