@@ -30,7 +30,7 @@ class GatewayConfig:
     shares_ports: bool = False  # with other processes of this router, by SO_REUSEPORT
     max_message_bytes: int = 16 << 20  # gRPC, both ways
     max_concurrent_streams: int = 1000  # per gRPC connection
-    max_connection_age_s: float = 1800.0
+    max_connection_age_s: float = 1800.0  # of both doors
     max_connection_age_grace_s: float = 660.0  # longer than the default deadline
     min_client_ping_interval_s: float = 0.5  # faster keepalive pings are abuse
     max_http_connections: int = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from typing import Any, cast
 
@@ -24,9 +25,12 @@ class BoundedProtocol(HttpToolsProtocol):
     max_head_bytes = 32 << 10
     head_timeout_s = 30.0
     max_connections = 10_000
+    max_age_s = 1800.0
+    chance = random.Random()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's own arguments
         super().__init__(*args, **kwargs)
+        self._old_at = 0.0
         self._head_bytes = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -34,6 +38,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's type
         """Start the clock on the first head."""
         super().connection_made(transport)
+        # Apart, so that not all clients of a router that has just started come anew at once.
+        self._old_at = self.loop.time() + self.max_age_s * self.chance.uniform(0.9, 1.1)
         self._start_timer()
         if len(self.connections) > self.max_connections:
             error = RequestError("overloaded", f"more than {self.max_connections} connections")
@@ -74,6 +80,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.loop.time() > self._old_at:
+            # The answer says so, and the client's next connection may find a newer router.
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """The next bytes belong to another head."""
@@ -118,6 +127,7 @@ def bounded_protocol(config: GatewayConfig) -> type[asyncio.Protocol]:
         max_head_bytes = config.max_http_head_bytes
         head_timeout_s = config.http_head_timeout_s
         max_connections = config.max_http_connections
+        max_age_s = config.max_connection_age_s
 
     return Bounded
 

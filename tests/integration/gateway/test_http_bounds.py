@@ -8,8 +8,9 @@ import json
 import pytest
 
 from services.gateway.config import GatewayConfig
+from services.pb import inference_pb2
 from services.text.tokenizer import TextModel
-from tests.support.gateway import Doors, open_doors, toy_text_model
+from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -91,3 +92,37 @@ async def test_slow_bodies_are_refused(text_model: TextModel) -> None:
         writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 504 ")
         writer.close()
+
+
+async def test_old_connections_end_after_an_answer_so_that_clients_find_new_routers(
+    text_model: TextModel,
+) -> None:
+    """RB-092: at both doors, and without cutting off what runs."""
+    config = GatewayConfig(max_connection_age_s=0.3, max_connection_age_grace_s=30.0)
+    async with open_doors(text_model, config) as doors:
+        doors.router.gate = asyncio.Event()
+        body = {"prompt": "Once", "max_tokens": 1}
+        request = inference_pb2.GenerateRequest(text="Once", max_tokens=1)
+        held = asyncio.create_task(doors.http.post("/v1/completions", json=body))
+        held_frames = asyncio.create_task(_frames(doors, request))
+        await wait_until(lambda: len(doors.router.calls) == 2, 20.0)
+        await asyncio.sleep(0.5)  # both connections are old now
+        doors.router.gate.set()
+        doors.router.gate = None
+        assert "connection" not in (await held).headers
+        assert await held_frames
+        last = await doors.http.post("/v1/completions", json=body)
+        assert last.headers["connection"] == "close"
+        await doors.http.post("/v1/completions", json=body)
+        assert len(_peers(doors, "http")) == 2
+        async with asyncio.timeout(20.0):
+            while len(_peers(doors, "grpc")) < 2:  # as soon as the client has heard of it
+                assert await _frames(doors, request)
+
+
+def _peers(doors: Doors, door: str) -> set[str]:
+    return {record.peer for record in doors.hooks.records if record.door == door}
+
+
+async def _frames(doors: Doors, request: inference_pb2.GenerateRequest) -> list[object]:
+    return [frame async for frame in doors.stub.Generate(request, timeout=20)]
