@@ -66,6 +66,11 @@ class FrontDesk:
         fault = self.accounting.fault()
         return (False, fault) if fault else self._router.is_ready()
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether requests are served, but routed without the store."""
+        return self._router.is_degraded[0]
+
     def time_left_s(self, spec: GenerateSpec, arrival: Arrival) -> float:
         """Give how long a door may spend on a request before it gives it up."""
         deadline = deadline_of(spec.timeout_ms, arrival, self.config.limits)

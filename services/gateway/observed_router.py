@@ -48,6 +48,11 @@ class ObservedRouter:
         """Whether requests would be served now, and why not."""
         return self._inner.is_ready()
 
+    @property
+    def is_degraded(self) -> tuple[bool, str]:
+        """Whether requests are routed without the store, and why."""
+        return self._inner.is_degraded
+
     async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
         """Run a request; closing the iterator cancels it. Raises IsthmusError."""
         started_ns = self._tracing.wall_ns(call.received_at)

@@ -239,7 +239,9 @@ class HttpDoor:
     async def _ready(self, exchange: Exchange) -> None:
         is_ready, reason = self._desk.is_ready()
         if is_ready:
-            await exchange.responder.whole(200, dump({"status": "ready"}))
+            # Served all the same, so no prober may take it out; but somebody should look.
+            degraded = {"degraded": ["prefix_hints"]} if self._desk.is_degraded else {}
+            await exchange.responder.whole(200, dump({"status": "ready", **degraded}))
         else:
             await exchange.responder.whole(503, dump({"status": "not ready", "reason": reason}))
 

@@ -151,3 +151,8 @@ class RouterPort(Protocol):
     def is_ready(self) -> tuple[bool, str]:
         """Whether requests would be served now, and why not."""
         ...
+
+    @property
+    def is_degraded(self) -> tuple[bool, str]:
+        """Whether requests are routed without hints and the others' choices, and why."""
+        ...

@@ -41,6 +41,7 @@ class FakeRouter:
     text: str = "Hello wörld 🫠!"
     script: Script | None = None
     ready: tuple[bool, str] = (True, "")
+    degraded: tuple[bool, str] = (False, "")
     max_pool_tokens: int = 0
     calls: list[GenerateCall] = field(default_factory=list)
     num_open: int = 0
@@ -67,6 +68,10 @@ class FakeRouter:
 
     def is_ready(self) -> tuple[bool, str]:
         return self.ready
+
+    @property
+    def is_degraded(self) -> tuple[bool, str]:
+        return self.degraded
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
         self.calls.append(call)

@@ -18,7 +18,7 @@ from services.gateway.config import GatewayConfig
 from services.pb import common_pb2, inference_pb2
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 from services.text.tokenizer import TextModel
-from tests.support.fake_router import TIMING
+from tests.support.fake_router import TIMING, FakeRouter
 from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
 
 pytestmark = pytest.mark.integration
@@ -330,6 +330,17 @@ async def reflect(doors: Doors, version: str, **query: Any) -> Any:
     )
     call = method(iter([reflection_pb2.ServerReflectionRequest(**query)]), timeout=5)
     return await call.read()
+
+
+async def test_a_router_without_hints_says_so_and_stays_in(text_model: TextModel) -> None:
+    """RB-050: plain load balancing is a sign, and no reason to be taken out."""
+    router = FakeRouter(text_model)
+    async with open_doors(text_model, router=router) as doors:
+        assert (await doors.http.get("/ready")).json() == {"status": "ready"}
+        router.degraded = (True, "no answer from redis://user:secret@store")
+        answer = await doors.http.get("/ready")
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ready", "degraded": ["prefix_hints"]}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

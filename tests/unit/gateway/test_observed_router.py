@@ -55,6 +55,10 @@ class Scripted:
     def is_ready(self) -> tuple[bool, str]:
         return True, ""
 
+    @property
+    def is_degraded(self) -> tuple[bool, str]:
+        return False, ""
+
 
 CHUNKS: list[RouterOutput] = [ChoiceDelta(0, 0, (1,), "a"), ChoiceDelta(0, 1, (2, 3), "b")]
 TIMING = RequestTiming(
@@ -160,6 +164,23 @@ async def test_client_that_leaves_closes_the_inner_router_and_the_span(
     router = Scripted([*CHUNKS, *ENDING])
     outputs = observe(router, tracing, Metrics.disabled()).generate(make_call())
     await anext(outputs)
+    await outputs.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    assert router.was_closed
+    [span] = spans_of(tracing, trace_file)
+    assert span["attributes"] == {"request_id": "r", "outcome": "cancelled"}
+
+
+@pytest.mark.parametrize("error", [None, RequestError("worker_lost", "gone")])
+@pytest.mark.parametrize("num_taken", [1, 2])
+async def test_no_span_stays_open_wherever_the_client_leaves(
+    tracing: Tracing, trace_file: Path, num_taken: int, error: RequestError | None
+) -> None:
+    """RB-126: whatever would have come after it."""
+    router = Scripted([*CHUNKS, *ENDING], error)
+    outputs = observe(router, tracing, Metrics.disabled()).generate(make_call())
+    for _ in range(num_taken):
+        await anext(outputs)
     await outputs.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     assert router.was_closed
