@@ -428,7 +428,7 @@ async def test_slow_reader_is_cut_off_and_others_go_on(store_url: str) -> None:
 
 
 async def test_no_workers_is_told_at_once_and_heals(store_url: str) -> None:
-    """RB-052: fast refusals with a time to come back, no restart of the router."""
+    """RB-052, RB-117: fast refusals with a time to come back; and not ready till then."""
     async with running_cluster(store_url, []) as cluster:
         started = time.monotonic()
         error = await error_of(cluster)

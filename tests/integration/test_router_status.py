@@ -10,13 +10,14 @@ import pytest
 from services.common.clock import SystemClock
 from services.common.errors import RequestError
 from services.gateway.admin_servicer import AdminConfig, AdminServicer
+from services.kv.hashing import HashScope, chain_hashes
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.base import LoadReport
 from services.router.config import RouterConfig
 from services.router.hooks import MetricsHooks
 from services.router.model_set import ModelSet
 from services.telemetry.metrics import Metrics
-from tests.support.cluster import eventually, make_call, running_cluster
+from tests.support.cluster import DIGEST, eventually, make_call, running_cluster
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
 from tests.support.store import store, store_url
@@ -130,3 +131,26 @@ async def test_unknown_force_mode_is_refused_by_name(store_url: str) -> None:
             await cluster.ask(make_call(force_mode="BOTH"))
         assert caught.value.spec.code == "invalid_argument"
         assert caught.value.param == "force_mode"
+
+
+async def test_hints_that_lie_are_measured_and_told(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RB-050: routing by prefix that fails in silence looks like plain load balancing."""
+    metrics = Metrics.enabled()
+    prompt = list(range(1, 257))
+    liar = prefill("p1")
+    liar.cached = chain_hashes(HashScope(DIGEST, "", ""), make_call(prompt).token_ids)[3::4]
+    async with running_cluster(
+        store_url, [prefill("p0"), liar, decoder()], hooks=MetricsHooks(metrics)
+    ) as cluster:
+        async with asyncio.timeout(20.0):
+            while "router.hint_missed" not in caplog.messages:  # until its hints are published
+                answer = await cluster.ask(make_call(prompt))
+                assert answer.end.cached_tokens == 0
+        lines = metrics.render().decode()
+        for _ in range(3):
+            await cluster.ask(make_call(prompt))
+    metrics.shutdown()
+    assert 'isthmus_hint_error_tokens_count{sign="missing"}' in lines
+    assert caplog.messages.count("router.hint_missed") == 1  # once a minute

@@ -1,0 +1,120 @@
+"""RB-117: a worker can be found only once its engine has answered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretStr
+
+from services.chaos.scripted_model import make_scripted_model
+from services.chaos.scripted_worker import ScriptedBackend, Speed
+from services.common.clock import SystemClock
+from services.common.config import IsthmusConfig, ModelSettings, StoreSettings, WorkerSettings
+from services.common.errors import RequestError
+from services.common.model_manifest import ModelManifest, read_manifest
+from services.engine.loop import Executor
+from services.engine.plan import StepPlan, StepResult
+from services.engine.residency import BlockContent
+from services.kv.memory import KvPoolMemory
+from services.registry.reader import RedisRegistryReader
+from services.registry.schema import namespace_of
+from services.registry.store_client import StoreAddress
+from services.worker.main import _Worker
+from tests.support.cluster import eventually
+from tests.support.store import store, store_url
+
+__all__ = ["store", "store_url"]  # fixtures
+pytestmark = pytest.mark.integration
+
+
+class Hold:
+    """What holds an engine at its first step."""
+
+    def __init__(self, *, is_broken: bool) -> None:
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+        self.is_broken = is_broken
+
+
+class HeldExecutor:
+    """Does no step before it is let go, or fails at it."""
+
+    def __init__(self, inner: Executor, hold: Hold) -> None:
+        self._inner = inner
+        self._hold = hold
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._hold.entered.set()
+        assert self._hold.gate.wait(60.0)
+        if self._hold.is_broken:
+            raise RuntimeError("no device")
+        return self._inner.execute(plan)
+
+
+class HeldBackend(ScriptedBackend):
+    """A scripted model behind such an executor."""
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__(Speed())
+        self._hold = hold
+
+    def attach(
+        self, memory: KvPoolMemory, manifest: ModelManifest
+    ) -> tuple[BlockContent, Executor]:
+        content, executor = super().attach(memory, manifest)
+        return content, HeldExecutor(executor, self._hold)
+
+
+def make_config(model_dir: Path, store_url: str, runtime_dir: Path) -> IsthmusConfig:
+    return IsthmusConfig(
+        model=ModelSettings(name=str(model_dir)),
+        store=StoreSettings(url=SecretStr(store_url)),
+        worker=WorkerSettings(role="prefill", worker_id="w0", runtime_dir=str(runtime_dir)),
+    )
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_worker_is_found_only_when_its_engine_has_answered(
+    tmp_path: Path, store_url: str, is_broken: bool
+) -> None:
+    model_dir = make_scripted_model(tmp_path / "model")
+    hold = Hold(is_broken=is_broken)
+    config = make_config(model_dir, store_url, tmp_path / "run")
+    worker = _Worker(config, lambda *_: HeldBackend(hold), SystemClock())
+    reader = RedisRegistryReader(
+        StoreAddress(store_url),
+        namespace_of(read_manifest(model_dir).weights_digest),
+        SystemClock(),
+    )
+    starting = asyncio.create_task(worker.start())
+    try:
+        await eventually(lambda: hold.entered.is_set() or starting.done(), 30.0)
+        assert not starting.done()
+        assert await reader.snapshot() == ()
+        hold.gate.set()
+        if is_broken:
+            with pytest.raises(RequestError, match="warm-up"):
+                await starting
+            assert await reader.snapshot() == ()
+            return
+        await starting
+        parts = worker._parts
+        assert parts is not None
+        await eventually(lambda: parts.lease.is_registered, 30.0)
+        (record,) = await reader.snapshot()
+        assert record.info.worker_id == "w0"
+        async with grpc.aio.insecure_channel(record.info.address) as channel:
+            ask = health_pb2.HealthCheckRequest()
+            answer = await health_pb2_grpc.HealthStub(channel).Check(ask, timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        hold.gate.set()
+        await asyncio.gather(starting, return_exceptions=True)
+        await worker.stop()
+        worker.remove_runtime_dir()
+        await reader.close()
