@@ -65,7 +65,7 @@ async def status_of(doors: Doors, method: str, key: str | None) -> grpc.StatusCo
     call = method_of(
         iter([b""]),
         metadata=() if key is None else (("authorization", f"Bearer {key}"),),
-        timeout=2,
+        timeout=30,
     )
     try:
         await call.read()
