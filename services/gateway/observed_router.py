@@ -22,6 +22,8 @@ from services.telemetry import catalog
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Span, Tracing
 
+_GAPS_AT_ONCE = 32  # of a request's gaps between tokens: the metrics are that much behind
+
 
 class ObservedRouter:
     """Opens the request's root span, from which workers' spans hang, and always closes it."""
@@ -88,6 +90,7 @@ class ObservedRouter:
             outcome = error.spec.code
             raise
         finally:
+            gaps.flush()
             # After a close with figures this does nothing; else it is the only end there is.
             if outcome != "ok":
                 span.set(outcome=outcome)
@@ -136,7 +139,7 @@ class _Gaps:
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
-        self._observe_itl = metrics.observer(catalog.ITL)
+        self._gaps_s: list[float] = []  # not in the metrics yet
         self._clock = clock
         self._first: float | None = None
         self._last = 0.0
@@ -151,9 +154,16 @@ class _Gaps:
         if self._first is None:
             self._first = now
         else:
-            self._observe_itl((now - self._last) / num_tokens)
+            self._gaps_s.append((now - self._last) / num_tokens)
             self._num_after_first += num_tokens
+            if len(self._gaps_s) >= _GAPS_AT_ONCE:
+                self.flush()
         self._last = now
+
+    def flush(self) -> None:
+        """Put what was noted into the metrics."""
+        self._metrics.observe_all(catalog.ITL, self._gaps_s)
+        self._gaps_s.clear()
 
     def end(self, mode: str) -> float | None:
         """The request ended well; return its TPOT in seconds, if it has one."""

@@ -69,13 +69,12 @@ class Metrics:
     def observe(self, metric: Histogram, value: float, /, **labels: str) -> None:
         """Put one value into a distribution."""
         if self._store is not None:
-            self._store.observe(metric, value, _key(metric, labels))
+            self._store.observe(metric, (value,), _key(metric, labels))
 
-    def observer(self, metric: Histogram) -> Callable[[float], None]:
-        """Give a function that does the same for a metric without labels, for use per token."""
-        if self._store is None:
-            return lambda _value: None
-        return partial(self._store.observe, metric, key=())
+    def observe_all(self, metric: Histogram, values: Iterable[float], /, **labels: str) -> None:
+        """Put several values into a distribution."""
+        if self._store is not None:
+            self._store.observe(metric, values, _key(metric, labels))
 
     def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
         """Read a gauge by calling `read` at every scrape; it must be quick and thread-safe.
@@ -153,12 +152,13 @@ class _Store:
         with self._lock:
             self._totals[metric.name].at(key).value += value
 
-    def observe(self, metric: Histogram, value: float, key: _Key) -> None:
+    def observe(self, metric: Histogram, values: Iterable[float], key: _Key) -> None:
         with self._lock:
             distribution = self._distributions[metric.name].at(key)
-            # A value on a bound belongs below it.
-            distribution.counts[bisect_left(metric.buckets, value)] += 1
-            distribution.total += value
+            for value in values:
+                # A value on a bound belongs below it.
+                distribution.counts[bisect_left(metric.buckets, value)] += 1
+                distribution.total += value
 
     # -- prometheus_client's Collector --------------------------------------------------------
 
