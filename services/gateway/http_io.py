@@ -173,24 +173,17 @@ class Responder:
         """Send events of a started stream."""
         await self._send(_body(data, more=True))
 
-    @property
-    def can_write_now(self) -> bool:
-        """Whether the connection takes bytes without anybody waiting."""
-        connection = self._connection
-        return (
-            connection is not None
-            and not connection.flow.write_paused
-            and not connection.transport.is_closing()
-        )
+    def transport_now(self) -> asyncio.Transport | None:
+        """Give what a started stream's events may be written to as `chunk`; None = not now.
 
-    def events_now(self, data: bytes) -> None:
-        """Send events of a started stream without waiting; only while `can_write_now`.
-
-        Past the server, whose way to the transport costs more than the rest of a token: a stream
-        of events has no length, so the server has said that its body comes in chunks.
+        Past the server, whose way there costs more than the rest of a token. A stream of events
+        has no length, so the server has said that its body comes in chunks.
         """
-        assert self._connection is not None, "can_write_now"
-        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        connection = self._connection
+        if connection is None or connection.flow.write_paused:
+            return None
+        transport = connection.transport
+        return None if transport.is_closing() else transport
 
     async def end_events(self, data: bytes = b"") -> None:
         """Send the last events and end the stream."""
@@ -201,6 +194,11 @@ class Responder:
         raw = [(k.encode(), v.encode("latin-1", "replace")) for k, v in headers.items()]
         raw += [(k.encode(), v.encode("latin-1", "replace")) for k, v in self._extra.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def chunk(data: bytes) -> bytes:
+    """Frame a piece of a body whose length was not announced."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _body(data: bytes, *, more: bool) -> Message:

@@ -18,6 +18,7 @@ from services.gateway.http_edge import Endpoint, Exchange, HttpEdge, HttpRoute
 from services.gateway.http_io import (
     Responder,
     check_body_headers,
+    chunk,
     read_body,
     traceparent_of,
     while_connected,
@@ -323,11 +324,12 @@ class _LiveStream:
 
     def write_now(self, output: ChoiceDelta) -> bool:
         """Write it, unless the client lags."""
-        if not self._responder.can_write_now:
+        transport = self._responder.transport_now()
+        if transport is None:
             return False
         data = self.writer.delta(output)
         if data:
-            self._responder.events_now(data)
+            transport.write(chunk(data))
         return True
 
 
