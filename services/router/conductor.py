@@ -247,11 +247,16 @@ class Conductor:
         """Let a fault in handling one request end that one alone."""
         try:
             handle(request)
-        except IsthmusError as error:
-            self.fail(request, error)
-        except Exception:
-            log.exception("router.request_fault", request_id=request.progress.call.request_id)
-            self.fail(request, _internal())
+        except Exception as error:
+            self._fault(request, error)
+
+    def _fault(self, request: OpenRequest, error: Exception) -> None:
+        """End a request with what was raised, and is being caught, while it was handled."""
+        if not isinstance(error, IsthmusError):
+            request_id = request.progress.call.request_id
+            log.exception("router.request_fault", request_id=request_id)  # noqa: LOG004 - it is
+            error = _internal()
+        self.fail(request, error)
 
     # -- hedging -----------------------------------------------------------------------------
 
@@ -308,22 +313,19 @@ class Conductor:
         acks: dict[tuple[int, int], int] = {}
         for message in messages:
             number = message.request
-            last = message.first_index + len(message.token_ids) // 4 - 1
-            if last >= 0:
-                acks[(number, message.choice)] = last
             request = self._open.get(number)
-            if request is None:
-                continue
-            leg = request.progress.open_leg(worker_id, message.attempt)
-            if leg is None:
-                continue
             try:
-                self._tokens(read_tokens(message), request, leg, now)
-            except IsthmusError as error:
-                self.fail(request, error)
-            except Exception:
-                log.exception("router.request_fault", request_id=request.progress.call.request_id)
-                self.fail(request, _internal())
+                tokens = read_tokens(message)
+                if tokens.token_ids:
+                    acks[(number, tokens.choice)] = tokens.end_index - 1
+                if request is None:
+                    continue
+                leg = request.progress.open_leg(worker_id, message.attempt)
+                if leg is not None:
+                    self._tokens(tokens, request, leg, now)
+            except Exception as error:
+                if request is not None:
+                    self._fault(request, error)
         link.ack(acks)
 
     def _apply(
@@ -348,7 +350,7 @@ class Conductor:
             self._moved(progress, leg, now)
         marks = progress.marks
         marks.newest_token = now
-        leg.note_tokens(tokens.choice, tokens.first_index + len(tokens.token_ids))
+        leg.note_tokens(tokens.choice, tokens.end_index)
         if leg.kind == CONTINUE and marks.decode_token is None:
             marks.decode_token = now
         outputs = progress.logical.take_tokens(tokens)

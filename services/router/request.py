@@ -46,6 +46,11 @@ class TokensIn(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    @property
+    def end_index(self) -> int:
+        """Index after the last of them."""
+        return self.first_index + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSoFar:
@@ -139,21 +144,30 @@ class LogicalRequest:
         Raises:
             RequestError: a worker sent what makes no sense; the request cannot go on.
         """
-        if tokens.choice >= len(self._choices):
+        choice_idx, first_index, run, logprobs = tokens
+        if choice_idx >= len(self._choices):
             raise RequestError("internal", "a worker sent tokens of a choice that does not exist")
-        if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
+        if logprobs and len(logprobs) != len(run):
             raise RequestError("internal", "a worker sent logprobs that do not match its tokens")
-        choice = self._choices[tokens.choice]
+        choice = self._choices[choice_idx]
         if choice.is_over:
             return []
-        skip = choice.next_index - tokens.first_index
+        skip = choice.next_index - first_index
         if skip < 0:
             self._hold(choice, tokens)
             return []
-        ids, logprobs = tokens.token_ids, tokens.logprobs
         if skip:
-            ids, logprobs = ids[skip:], logprobs[skip:]
-        return self._advance(choice, ids, logprobs)
+            run, logprobs = run[skip:], logprobs[skip:]
+        if self._pending:
+            run, logprobs = self._with_held(choice, run, logprobs)
+        # A worker that restarted its budget must not lengthen the answer.
+        run = run[: self._max_tokens - choice.next_index]
+        if not run:
+            return []
+        outputs = self._forward(choice, run, logprobs)
+        if choice.end_reason is not None:
+            outputs += self._finish_if_complete(choice)
+        return outputs
 
     def end_choice(self, choice_idx: int, finish_reason: str) -> list[RouterOutput]:
         """A worker ended a choice; it is over once all its tokens are here."""
@@ -197,42 +211,37 @@ class LogicalRequest:
         if is_beyond or len(self._pending) > MAX_PENDING_TOKENS * len(self._choices):
             raise RequestError("internal", "a worker's tokens ran ahead of their predecessors")
 
-    def _advance(
+    def _with_held(
         self, choice: _Choice, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
-    ) -> list[RouterOutput]:
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Add the tokens that overtook these."""
+        ids, entries = list(run), list(logprobs)
         while self._pending:
-            held = self._pending.pop((choice.index, choice.next_index + len(run)), None)
+            held = self._pending.pop((choice.index, choice.next_index + len(ids)), None)
             if held is None:
                 break
-            run += (held[0],)
+            ids.append(held[0])
             if held[1] is not None:
-                logprobs += (held[1],)
-        # A worker that restarted its budget must not lengthen the answer.
-        run = run[: self._max_tokens - choice.next_index]
-        if not run:
-            return []
-        outputs = self._forward(choice, run, logprobs)
-        if choice.end_reason is not None:
-            outputs += self._finish_if_complete(choice)
-        return outputs
+                entries.append(held[1])
+        return tuple(ids), tuple(entries)
 
     def _forward(
         self, choice: _Choice, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[RouterOutput]:
-        delta = choice.text.push(run)
-        counted = run[: delta.num_tokens]
+        text, stop, num_counted = choice.text.push(run)
+        counted = run[:num_counted]
         shown: tuple[TextLogprob, ...] = ()
         if logprobs:
             shown = tuple([self._text_logprob(entry) for entry in logprobs[: len(counted)]])
-        new = ChoiceDelta(choice.index, choice.next_index, counted, delta.text, shown)
+        new = ChoiceDelta(choice.index, choice.next_index, counted, text, shown)
         choice.next_index += len(run)
         choice.token_ids.extend(run)
         if self._pending:
             self._drop_pending(choice, choice.next_index)
-        choice.num_tokens += len(counted)
-        if delta.stop is None:
+        choice.num_tokens += num_counted
+        if stop is None:
             return [new]
-        return [new, self._end(choice, "stop", delta.stop)]
+        return [new, self._end(choice, "stop", stop)]
 
     def _finish_if_complete(self, choice: _Choice) -> list[RouterOutput]:
         if choice.is_over or choice.end_reason is None or self._is_gapped(choice):

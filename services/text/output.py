@@ -37,8 +37,9 @@ class ChoiceText:
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add generated ids in order."""
         if not self._has_stop:
-            texts = [self._detokenizer.push(token_id) for token_id in token_ids]
-            return TextDelta("".join(texts), None, len(token_ids))
+            push = self._detokenizer.push
+            text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+            return TextDelta(text, None, len(token_ids))
         pieces: list[str] = []
         for position, token_id in enumerate(token_ids):
             if self._is_stopped:
