@@ -26,6 +26,7 @@ from services.pb import common_pb2, inference_pb2
 
 CALL_TIMEOUT_S = 300.0
 _METHOD = "/isthmus.v1.Inference/Generate"
+_MODE_HEADER = "x-isthmus-force-mode"
 _CHANNELS = 4
 _READ_BYTES = 1 << 16
 _CLIENT_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
@@ -48,6 +49,7 @@ class LoadOrder:
     seed: int
     api_key: str = ""
     core: int | None = None  # to run on; None = wherever
+    mode: str = ""  # asked for by name; empty = the router chooses
 
 
 @dataclass(slots=True)
@@ -101,6 +103,11 @@ class Load:
         report.frames += frames
         report.total_ms.append((time.perf_counter() - started) * 1e3)
 
+    def _headers(self) -> tuple[tuple[str, str], ...]:
+        order = self._order
+        key = (("authorization", f"Bearer {order.api_key}"),) if order.api_key else ()
+        return (*key, *(((_MODE_HEADER, order.mode),) if order.mode else ()))
+
     # -- gRPC --------------------------------------------------------------------------------
 
     async def _grpc_clients(self) -> None:
@@ -124,7 +131,7 @@ class Load:
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
             response_deserializer=None,  # bytes: only the last frame is looked into
         )
-        metadata = (("authorization", f"Bearer {order.api_key}"),) if order.api_key else ()
+        metadata = self._headers()
         for prompt in self._turns():
             request = inference_pb2.GenerateRequest(
                 max_tokens=order.max_tokens,
@@ -189,9 +196,9 @@ class Load:
                 "stream": True,
             }
         ).encode()
-        key = f"authorization: Bearer {order.api_key}\r\n" if order.api_key else ""
+        own = "".join(f"{name}: {value}\r\n" for name, value in self._headers())
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {order.address}\r\n{key}"
+            f"POST /v1/completions HTTP/1.1\r\nhost: {order.address}\r\n{own}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

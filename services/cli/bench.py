@@ -270,7 +270,7 @@ def router(
     clients: Annotated[int, typer.Option(min=1, max=256, help="Clients at once.")] = 64,
     stream_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_TIMES, help="Length of each streamed answer.")
-    ] = 256,
+    ] = 1_024,
     seed: PromptSeed = 0,
     json_: Json = True,
 ) -> int:
