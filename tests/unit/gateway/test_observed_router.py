@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -125,6 +126,21 @@ async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file
     }  # fmt: skip
     text = metrics.render().decode()
     assert 'isthmus_tpot_seconds_count{mode="REMOTE"} 1' in text
+    metrics.shutdown()
+
+
+@pytest.mark.parametrize("error", [None, RequestError("worker_lost", "gone")])
+async def test_every_gap_is_counted_however_a_request_ends(
+    tracing: Tracing, error: RequestError | None
+) -> None:
+    metrics, num_tokens = Metrics.enabled(), 101
+    deltas: list[RouterOutput] = [ChoiceDelta(0, i, (7,), "x") for i in range(num_tokens)]
+    router = Scripted([*deltas, *([] if error else ENDING)], error)
+    with contextlib.suppress(RequestError):
+        async for _ in observe(router, tracing, metrics).generate(make_call()):
+            pass
+    lines = metrics.render().decode().splitlines()
+    assert f"isthmus_itl_seconds_count {num_tokens - 1:.1f}" in lines
     metrics.shutdown()
 
 

@@ -18,15 +18,17 @@ def metrics() -> Iterator[Metrics]:
 
 def test_values_are_rendered_under_the_catalogue_name(metrics: Metrics) -> None:
     metrics.add(catalog.REQUESTS, 2, mode="REMOTE", outcome="ok")
-    metrics.observe(catalog.ITL, 0.012)
+    metrics.observe_all(catalog.ITL, [0.012, 2.0])
+    metrics.observe_all(catalog.ITL, [])
+    metrics.observe(catalog.ITL, 0.001)
     metrics.watch(catalog.REQUESTS_OPEN, lambda: 3)
     metrics.watch(catalog.KV_BLOCKS, lambda: [(1, {"state": "free"}), (2, {"state": "in_use"})])
     text = metrics.render().decode()
     for line in (
         'isthmus_requests_total{mode="REMOTE",outcome="ok"} 2.0',
-        'isthmus_itl_seconds_bucket{le="0.01"} 0.0',
-        'isthmus_itl_seconds_bucket{le="0.015"} 1.0',
-        "isthmus_itl_seconds_count 1.0",
+        'isthmus_itl_seconds_bucket{le="0.01"} 1.0',
+        'isthmus_itl_seconds_bucket{le="0.015"} 2.0',
+        "isthmus_itl_seconds_count 3.0",
         "isthmus_requests_open 3.0",
         'isthmus_kv_blocks{state="in_use"} 2.0',
     ):
