@@ -85,10 +85,8 @@ class ScriptCalls:
 
     def renew(self, slot: int, gen: int, record: bytes, now_ms: int | None = None) -> Invocation:
         """Extend the lease; sweep some buckets if hints became void. Answers OK | GONE."""
-        return self._call(
-            "renew", slot, gen, record, self.lease_ms, self.reclaim_ms, self.sweep_buckets,
-            schema.NUM_BUCKETS, SETTLE_MS, schema.TURN_MS, now_ms=now_ms,
-        )  # fmt: skip
+        no_change = ("", "", "", 0)
+        return self._report(slot, gen, record, no_change, self.sweep_buckets, now_ms)
 
     def leave(self, slot: int, gen: int) -> Invocation:
         """Give the slot back. Answers OK | GONE."""
@@ -105,12 +103,8 @@ class ScriptCalls:
         now_ms: int | None = None,
     ) -> Invocation:
         """Change hints; `seq` must follow the last one. Answers OK | RESYNC | GONE."""
-        return self._call(
-            "publish", slot, gen, seq, schema.pack_fields(change.added),
-            schema.pack_fields(change.removed),
-            record, self.lease_ms, self.reclaim_ms, schema.NUM_BUCKETS, schema.MAX_OWNERS,
-            SETTLE_MS, schema.SPEC_BUCKETS, change.tier, now_ms=now_ms,
-        )  # fmt: skip
+        added, removed = schema.pack_fields(change.added), schema.pack_fields(change.removed)
+        return self._report(slot, gen, record, (seq, added, removed, change.tier), 0, now_ms)
 
     def snapshot(self, known_infos: str, now_ms: int | None = None) -> Invocation:
         """Read all workers. Answers now_ms, version, w, wi."""
@@ -152,6 +146,21 @@ class ScriptCalls:
         """Extend reservations."""
         clock: Arg = "" if now_ms is None else now_ms
         return Invocation(load_script("hold"), self.keys.fixed(), (self.reserve_ms, clock, *rids))
+
+    def _report(
+        self,
+        slot: int,
+        gen: int,
+        record: bytes,
+        change: tuple[Arg, ...],
+        sweep_buckets: int,
+        now_ms: int | None,
+    ) -> Invocation:
+        return self._call(
+            "publish", slot, gen, record, self.lease_ms, self.reclaim_ms, SETTLE_MS,
+            schema.NUM_BUCKETS, *change, schema.MAX_OWNERS, schema.SPEC_BUCKETS, sweep_buckets,
+            schema.TURN_MS, now_ms=now_ms,
+        )  # fmt: skip
 
     def _call(self, name: str, *args: Arg, now_ms: int | None) -> Invocation:
         clock: Arg = "" if now_ms is None else now_ms
