@@ -17,7 +17,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -35,6 +37,7 @@ from services.runtime.process import wait_or_kill
 
 SHORT_PROMPT, LONG_PROMPT = 1_100, 16_000
 CASES = ("idle", "requests", "text", "long", "grpc", "sse")
+RSS = "rss"  # a case that takes minutes, and so is measured only when it is asked for
 WORKERS = 2  # of each pool
 # Streams run at the decode workers, whose steps then have half of them each. Left to choose, the
 # router has idle prefill workers keep their short requests, and every step has a quarter.
@@ -46,10 +49,9 @@ BAR_REQUESTS_PER_CPU_S = 1_000.0
 BAR_TOKENS_PER_CPU_S = 100_000.0
 BAR_RSS_MB = 200.0
 BAR_RSS_GROWTH = 200.0  # bytes a request
-# Caches of the router fill for the first few thousand requests; growth after that is a leak.
-MIN_REQUESTS_FOR_GROWTH = 20_000
 LONG_CLIENTS = 8  # more long prompts at once would measure the workers' memory
 _SLICES = 10
+_RSS_SLICES = 40  # caches fill in the first half of them; growth after that is a leak
 _SPEED = "1000000000:0"  # workers do not wait for a model they do not have
 _NUM_BLOCKS = 24_576  # of each worker: 64 streams, or a few long prompts
 _SEED_STEP = 1_000_003
@@ -62,6 +64,7 @@ class Setup:
 
     cases: Sequence[str] = CASES
     requests: int = 2_000  # of the case that is about requests; others take a share of it
+    rss_requests: int = 20_000  # of the case that is about memory
     clients: int = 64
     stream_tokens: int = 1_024  # long enough for the price of a token, not of a request
     seed: int = 0
@@ -171,6 +174,7 @@ class _Bench:
             "long": lambda: self._more_requests("ids", LONG_PROMPT),
             "grpc": lambda: self._streams("grpc"),
             "sse": lambda: self._streams("sse"),
+            RSS: self._memory,
         }
         warm_up = max(200, self._setup.clients * 4)
         self._load(self._router, "warm-up", requests=warm_up, max_tokens=2)
@@ -218,7 +222,6 @@ class _Bench:
             bare = self._load(echo, "reference, requests", requests=max(500, setup.requests // 4))
         self._result.reference["grpc_echo_requests_per_cpu_s"] = round(bare.requests_per_cpu_s)
         parts: list[Measured] = []
-        rss: list[int] = []
         for part in range(_SLICES):
             count = setup.requests // _SLICES
             parts.append(
@@ -226,7 +229,6 @@ class _Bench:
                     self._router, "requests of one token", requests=count, share=part / _SLICES
                 )
             )
-            rss.append(self._process.memory_info().rss)
         total = sum(part.report.requests for part in parts)
         rate = total / sum(part.cpu_s for part in parts)
         figures["requests_ids_1100"] = total
@@ -235,10 +237,21 @@ class _Bench:
             total / sum(part.report.wall_s for part in parts)
         )
         self._bar("requests per CPU-second, 1.1k token ids", rate, BAR_REQUESTS_PER_CPU_S, ">=")
-        growth = growth_per_request(rss, setup.requests // _SLICES)
+
+    def _memory(self) -> None:
+        """Many requests of one token: what the router still holds of them when they are over."""
+        count = max(1, self._setup.rss_requests // _RSS_SLICES)
+        rss = [self._process.memory_info().rss]
+        for part in range(_RSS_SLICES):
+            self._load(self._router, RSS, requests=count, share=part / _RSS_SLICES)
+            rss.append(self._process.memory_info().rss)
+        growth, figures = growth_per_request(rss, count), self._result.figures
+        figures["rss_requests"] = count * _RSS_SLICES
+        for name, at in (("before", 0), ("half_way", _RSS_SLICES // 2), ("after", -1)):
+            figures[f"rss_{name}_mb"] = round(rss[at] / _MB, 1)
         figures["rss_growth_bytes_per_request"] = round(growth, 1)
-        if setup.requests >= MIN_REQUESTS_FOR_GROWTH:
-            self._bar("RSS growth, bytes a request", growth, BAR_RSS_GROWTH, "<=")
+        figures["rss_growth_mb_per_100k"] = round(growth * 1e5 / _MB, 2)
+        self._bar("RSS growth, bytes a request", growth, BAR_RSS_GROWTH, "<=")
 
     def _more_requests(self, prompt: Literal["ids", "text"], length: int) -> None:
         name = f"{prompt}_{length}"
@@ -365,10 +378,10 @@ def pin(pid: int, core: int) -> None:
 
 
 def growth_per_request(rss: Sequence[int], requests_per_slice: int) -> float:
-    """Bytes a request by least squares over the later half of the slices."""
+    """Bytes a request: the median slope between any two slices of the later half."""
     later = rss[len(rss) // 2 :]
-    slope = float(np.polyfit(np.arange(len(later)), later, 1)[0])
-    return slope / max(1, requests_per_slice)
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(later), 2)]
+    return median(slopes) / max(1, requests_per_slice)
 
 
 def _cores() -> tuple[int, int | None]:

@@ -262,7 +262,7 @@ def cancel(
 @app.command("router")
 def router(
     cases: Annotated[
-        str, typer.Option(help="Of idle, requests, text, long, grpc, sse, with commas.")
+        str, typer.Option(help="Of idle, requests, text, long, grpc, sse and rss, with commas.")
     ] = "idle,requests,text,long,grpc,sse",
     requests: Annotated[
         int, typer.Option(min=100, max=1_000_000, help="Requests of one token each.")
@@ -271,21 +271,24 @@ def router(
     stream_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_TIMES, help="Length of each streamed answer.")
     ] = 1_024,
+    rss_requests: Annotated[
+        int, typer.Option(min=1000, max=10_000_000, help="Requests of the case rss.")
+    ] = 20_000,
     seed: PromptSeed = 0,
     json_: Json = True,
 ) -> int:
     """A router on one core before simulated workers: added latency, requests and tokens a core."""
-    from services.bench.router import CASES, Setup, run
+    from services.bench.router import CASES, RSS, Setup, run
     from services.chaos.scripted_model import SLIM, make_scripted_model
 
     wanted = tuple(case.strip() for case in cases.split(","))
-    unknown = [case for case in wanted if case not in CASES]
+    unknown = [case for case in wanted if case not in (*CASES, RSS)]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CASES)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join((*CASES, RSS))}")
     progress = Progress()
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-model-") as made:
         model_dir = make_scripted_model(Path(made) / "model", SLIM)
-        setup = Setup(wanted, requests, clients, stream_tokens, seed)
+        setup = Setup(wanted, requests, rss_requests, clients, stream_tokens, seed)
         result = run(model_dir, setup, progress)
     return _show(result, progress, as_json=json_)
 

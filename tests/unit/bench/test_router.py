@@ -14,6 +14,10 @@ def test_growth_is_of_the_later_half_of_the_slices() -> None:
     assert growth_per_request([*warming_up, *steady], 500) == pytest.approx(100.0)
 
 
+def test_one_slice_that_stands_out_is_no_growth() -> None:
+    assert growth_per_request([*[1_000] * 8, 9_000_000, 1_000], 10) == pytest.approx(0.0)
+
+
 def test_memory_that_comes_and_goes_is_no_growth() -> None:
     assert growth_per_request([5, 5, 5, 7_000, 7_000, 7_000], 10) == pytest.approx(0.0)
 
