@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +24,13 @@ from services.text.tokenizer import TextModel
 SPEED = "20000:4"  # of scripted workers: prompt tokens a second, ms a step
 LEASE_S = 2.0
 FREE_AFTER_S = LEASE_S + 4.0  # everything must be back this long after the last call
-_SETTINGS: dict[str, dict[str, object]] = {
+CUTTING_DRAIN_S = 0.5  # of a router: less than many answers take, which it has to cut off
+_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "transfer": {"lease_ms": round(LEASE_S * 1000)},
     "worker": {"num_blocks": 640, "threads": 1, "drain_s": 1.0},
 }
 LIVE_TIMEOUT_S = 60.0  # a busy machine starts a router slowly
-_END_TIMEOUT_S = 10.0  # of a process told to end
+_END_TIMEOUT_S = 30.0  # of a process told to end, its drain included
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,11 @@ class Tally:
 
 @asynccontextmanager
 async def loaded_cluster(
-    seed: int, load: Load, *, has_store_proxy: bool = False
+    seed: int,
+    load: Load,
+    *,
+    router_drain_s: float = CUTTING_DRAIN_S,
+    has_store_proxy: bool = False,
 ) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
     """Two workers of each role, two routers, and clients that know every answer."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
@@ -65,8 +70,9 @@ async def loaded_cluster(
         bodies = make_bodies(seed, load.shape, manifest.vocab_size)
         answers = await asyncio.to_thread(computed_answers, bodies, manifest)
         vary(bodies, answers, TextModel.load(model_dir), seed)
+        settings = {**_SETTINGS, "router": {"drain_s": router_drain_s}}
         plan = RigPlan(
-            model_dir, routers=2, speed=SPEED, settings=_SETTINGS, has_store_proxy=has_store_proxy
+            model_dir, routers=2, speed=SPEED, settings=settings, has_store_proxy=has_store_proxy
         )
         async with Rig(plan, lambda _worker: "") as rig:
             await rig.until_live(LIVE_TIMEOUT_S)

@@ -30,6 +30,9 @@ class RollingPlan:
     seed: int
     rounds: int = 5  # in each every router is restarted
     quiet_s: float = 10.0  # before the first
+    # For answers under way. A client whose router cuts one off asks the other router, and would
+    # need a third try if that one ended the same way before it has answered.
+    drain_s: float = 10.0
     load: Load = field(default_factory=Load)
 
 
@@ -39,7 +42,10 @@ def run(plan: RollingPlan, progress: Progress = silent) -> BenchResult:
 
 
 async def _run(plan: RollingPlan, progress: Progress) -> BenchResult:
-    async with loaded_cluster(plan.seed, plan.load) as (rig, load):
+    async with loaded_cluster(plan.seed, plan.load, router_drain_s=plan.drain_s) as (
+        rig,
+        load,
+    ):
         rolling = _Rolling(plan, rig, load, progress)
         await rolling.run()
         return _result(plan, rolling)
