@@ -66,6 +66,7 @@ class RigPlan:
     program: Sequence[str] = SCRIPTED
     threads: int = 1
     speed: str = ""  # of scripted workers; empty = their default
+    speeds: Mapping[str, str] = field(default_factory=dict)  # of single ones, by name
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # section -> field
     planes: Sequence[str] = ()  # of every worker; empty = a mix, so that pairs differ
     has_store_proxy: bool = False  # between the store and everybody
@@ -103,8 +104,9 @@ class RigWorker:
             "ISTHMUS_TRANSFER__ZMQ_PORT": str(kv_port.number),
             "ISTHMUS_TRANSFER__ZMQ_ADVERTISE": f"{HOST}:{self.proxy.port}",
         }
-        if plan.speed:
-            self._environ[SPEED_VARIABLE] = plan.speed
+        speed = plan.speeds.get(name, plan.speed)
+        if speed:
+            self._environ[SPEED_VARIABLE] = speed
         argv = [sys.executable, "-P", "-m", *plan.program, "--config", str(rig_dir / "rig.yaml")]
         self._argv, self._log = argv, rig_dir / f"{name}.log"
         self._launch = launch
@@ -172,23 +174,29 @@ class RigRouter:
         """Begin the next life."""
         self.child.spawn()
 
-    def metric(self, name: str) -> float:
-        """Return one of its counters or gauges, all labels together."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Return one of its counters or gauges: all labels together, or those with that one."""
         with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=RPC_TIMEOUT_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-        return sum(float(value) for key, _, value in samples if key.partition("{")[0] == name)
+        return sum(
+            float(value)
+            for key, _, value in samples
+            if key.partition("{")[0] == name and label in key
+        )
+
+    async def status(self) -> admin_pb2.ClusterStatusResponse | None:
+        """Ask how it sees the cluster; None while it does not answer."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            return await stub.ClusterStatus(admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
 
     async def num_live(self) -> int:
         """Workers it uses; 0 while it does not answer."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            answer = await stub.ClusterStatus(
-                admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError:
-            return 0
-        return sum(worker.state == "live" for worker in answer.workers)
+        answer = await self.status()
+        return sum(worker.state == "live" for worker in answer.workers) if answer else 0
 
     async def close(self) -> None:
         """Let go of its channel and ports, once the process has ended."""

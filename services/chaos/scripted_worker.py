@@ -46,20 +46,25 @@ class Speed:
 
     prefill_tok_s: float = 20_000.0
     decode_step_s: float = 0.002
+    stall_every: int = 0  # steps with prefill; 0 = never
+    stall_s: float = 0.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Speed:
-        """Read `PREFILL_TOKENS_PER_S:DECODE_STEP_MS`; the defaults where it is not set."""
+        """Read `PREFILL_TOKENS_PER_S:DECODE_STEP_MS[:STALL_EVERY:STALL_MS]`; else the defaults."""
         value = environ.get(SPEED_VARIABLE, "")
         if not value:
             return cls()
         try:
-            rate, step_ms = (float(part) for part in value.split(":"))
+            rate, step_ms, *stalls = (float(part) for part in value.split(":"))
+            every, stall_ms = stalls or (0.0, 0.0)
         except ValueError:
-            raise ConfigError(f"{SPEED_VARIABLE}: {value!r} is not TOKENS_PER_S:STEP_MS") from None
-        if not (0 < rate < float("inf") and 0 <= step_ms < float("inf")):
-            raise ConfigError(f"{SPEED_VARIABLE}: both numbers must be positive")
-        return cls(rate, step_ms / 1000)
+            form = "TOKENS_PER_S:STEP_MS[:STALL_EVERY:STALL_MS]"
+            raise ConfigError(f"{SPEED_VARIABLE}: {value!r} is not {form}") from None
+        numbers = (rate, step_ms, every, stall_ms)
+        if rate <= 0 or not all(0 <= number < float("inf") for number in numbers):
+            raise ConfigError(f"{SPEED_VARIABLE}: the numbers must be positive")
+        return cls(rate, step_ms / 1000, int(every), stall_ms / 1000)
 
     def step_s(self, plan: StepPlan) -> float:
         """Duration of a step."""
@@ -73,15 +78,24 @@ class ScriptedExecutor:
         self._model = model
         self._eos_token_ids = eos_token_ids
         self._speed = speed
+        self._num_prefills = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         started = time.perf_counter()
         rows = tuple(self._run(row) for row in plan.rows)
-        left_s = self._speed.step_s(plan) - (time.perf_counter() - started)
+        left_s = self._step_s(plan) - (time.perf_counter() - started)
         if left_s > 0:
             time.sleep(left_s)
         return StepResult(rows, time.perf_counter() - started)
+
+    def _step_s(self, plan: StepPlan) -> float:
+        step_s, every = self._speed.step_s(plan), self._speed.stall_every
+        if every and plan.num_prefill_tokens:
+            self._num_prefills += 1
+            if self._num_prefills % every == 0:
+                return step_s + self._speed.stall_s
+        return step_s
 
     def _run(self, row: PlanRow) -> RowResult:
         if row.attached is not None:

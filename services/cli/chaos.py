@@ -22,6 +22,7 @@ MAX_TRANSFERS = 100_000_000
 MAX_JOBS = 1_024
 MAX_SECONDS = 86_400.0
 MAX_ROUNDS = 10_000
+MAX_REQUESTS = 1_000_000
 
 Seed = Annotated[int, typer.Option(min=0, help="Same seed, same run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON object and nothing else.")]
@@ -116,6 +117,24 @@ def store(
 
     progress = Progress()
     result = run(StorePlan(seed, rounds), lambda line, share: _show(progress, line, share, json))
+    return show_result(result, progress)
+
+
+@app.command("hedging")
+def hedging(
+    seed: Seed = 0,
+    requests: Annotated[
+        int, typer.Option(min=1, max=MAX_REQUESTS, help="Without, and then with second prefills.")
+    ] = 800,
+    json: Json = False,
+) -> int:
+    """Let a prefill worker stall now and then, without and with a second prefill elsewhere."""
+    from services.chaos.hedging import HedgingPlan, run
+
+    progress = Progress()
+    result = run(
+        HedgingPlan(seed, requests), lambda line, share: _show(progress, line, share, json)
+    )
     return show_result(result, progress)
 
 

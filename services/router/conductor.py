@@ -46,7 +46,6 @@ MIGRATE_RETRY_S = 0.5  # a worker that could not offer a request is asked again 
 # A short answer may be over before its prefill worker's report has come: the end waits this long.
 REPORT_WAIT_S = 0.05
 LOOK_AGAIN_S = 0.1  # for a worker, on behalf of those that wait for one
-_HEDGE_RESERVE = 2.0
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -73,7 +72,7 @@ class Conductor:
         self._retries = RetryBudget(config.retry_ratio)
         # A death may cost what was open there once, however much that was.
         self._losses = RetryBudget(1.0, float(config.max_open_requests))
-        self._hedges = RetryBudget(config.hedge.ratio, _HEDGE_RESERVE)
+        self._hedges = RetryBudget(config.hedge.ratio, config.hedge.reserve)
         self._hedge_clock = HedgeClock(config.hedge)
         self._quarantine = Quarantine(config.poison)
         self._deaths = RecentDeaths(config.poison)

@@ -22,6 +22,7 @@ class HedgeConfig:
     min_samples: int = 20  # a quantile of fewer means nothing
     window: int = 256
     ratio: float = 0.05  # second prefills over requests
+    reserve: float = 10.0  # of them at once: a worker that stalls keeps many requests waiting
 
 
 class HedgeClock:

@@ -83,6 +83,8 @@ def test_reference_gives_every_choice_its_own_answer(tmp_path: Path) -> None:
 
 def test_speed_is_read_from_the_environment_and_checked() -> None:
     assert Speed.from_environ({"ISTHMUS_SCRIPTED_SPEED": "500:4"}) == Speed(500.0, 0.004)
-    for wrong in ("500", "0:1", "a:b", "inf:1"):
+    stalling = Speed.from_environ({"ISTHMUS_SCRIPTED_SPEED": "500:4:20:1500"})
+    assert stalling == Speed(500.0, 0.004, 20, 1.5)
+    for wrong in ("500", "0:1", "a:b", "inf:1", "500:4:20", "500:4:20:-1"):
         with pytest.raises(ConfigError):
             Speed.from_environ({"ISTHMUS_SCRIPTED_SPEED": wrong})
