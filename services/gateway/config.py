@@ -32,6 +32,8 @@ class GatewayConfig:
     max_concurrent_streams: int = 1000  # per gRPC connection
     max_connection_age_s: float = 1800.0  # of both doors
     max_connection_age_grace_s: float = 660.0  # longer than the default deadline
+    grpc_handshake_timeout_s: float = 30.0
+    grpc_idle_timeout_s: float = 600.0  # a connection without a call is closed after this
     min_client_ping_interval_s: float = 0.5  # faster keepalive pings are abuse
     max_http_connections: int = 10_000
     max_http_head_bytes: int = 32 << 10

@@ -191,6 +191,9 @@ class GatewayServer:
             ("grpc.max_concurrent_streams", config.max_concurrent_streams),
             ("grpc.max_connection_age_ms", _ms(config.max_connection_age_s)),
             ("grpc.max_connection_age_grace_ms", _ms(config.max_connection_age_grace_s)),
+            # gRPC bounds no number of connections: those nobody uses must not pile up.
+            ("grpc.server_handshake_timeout_ms", _ms(config.grpc_handshake_timeout_s)),
+            ("grpc.max_connection_idle_ms", _ms(config.grpc_idle_timeout_s)),
             # Long silent calls are normal here (a queued request), so clients may ping often.
             ("grpc.keepalive_permit_without_calls", 1),
             (

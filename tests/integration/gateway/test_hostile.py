@@ -219,3 +219,25 @@ async def test_a_packed_message_is_bounded_unpacked(doors: Doors) -> None:
             await anext(aiter(stub.Generate(bomb, timeout=20)))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     await serves(doors)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NO_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+
+
+async def test_grpc_connections_that_nobody_uses_are_closed(text_model: TextModel) -> None:
+    config = GatewayConfig(grpc_handshake_timeout_s=1.0, grpc_idle_timeout_s=1.0)
+    async with open_doors(text_model, config) as doors:
+        doors.router.gate = asyncio.Event()
+        request = inference_pb2.GenerateRequest(text="Once", max_tokens=1)
+        call = doors.stub.Generate(request, timeout=60)
+        running = asyncio.create_task(anext(aiter(call)))
+        await wait_until(lambda: doors.router.num_open == 1, 20.0)
+        for start in (b"", PREFACE, PREFACE + NO_SETTINGS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", doors.grpc_port)
+            writer.write(start)
+            assert await asyncio.wait_for(reader.read(), 20)  # until it is closed
+            writer.close()
+        doors.router.gate.set()
+        assert await running  # a call that waits is in use
+        call.cancel()
