@@ -262,6 +262,7 @@ class TransferSettings(Section):
     copy_threads: int = setting(
         0,
         "threads that share a long copy out of a peer's memory; 0 = one a core, up to four",
+        unit="threads",
         ge=0,
         le=16,
     )
