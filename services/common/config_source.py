@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from services.common.errors import ConfigError
 
 ENV_PREFIX = "ISTHMUS_"
 _MAX_FILE_BYTES = 1 << 20
+_MAX_DEPTH = 64
+_BRACKET = re.compile(r"[\[\]{}]")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -83,20 +86,36 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
 
 def parse_yaml(text: str, where: str) -> dict[Any, Any]:
     """Parse a mapping; `where` it came from is for errors."""
-    loader = _UniqueKeyLoader(text)
+    _check_depth(text, where)
     try:
-        raw = loader.get_single_data()
+        loader = _UniqueKeyLoader(text)
+        try:
+            raw = loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML ({_yaml_place(error)})") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deep") from None
+    except (ValueError, TypeError, AttributeError):
+        # Of the library's constructors: 2020-99-99, !!int x, a list as a key.
+        raise ConfigError(f"{where}: not valid YAML (a value is not of its type)") from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: the file must hold sections, not a {type(raw).__name__}")
     return raw
+
+
+def _check_depth(text: str, where: str) -> None:
+    """Refuse what the library would take minutes for: the square of the open brackets."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += 1 if match.group() in "[{" else -1
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{where}: nested deeper than {_MAX_DEPTH} levels")
 
 
 def _yaml_place(error: yaml.YAMLError) -> str:

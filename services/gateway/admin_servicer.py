@@ -13,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from services.common.clock import Clock
 from services.common.errors import ConfigError, IsthmusError, RequestError
+from services.common.ids import new_request_id
 from services.gateway.admin_messages import (
     latencies_message,
     report_message,
@@ -20,6 +21,7 @@ from services.gateway.admin_messages import (
     totals_message,
     worker_message,
 )
+from services.gateway.errors import internal_error
 from services.gateway.grpc_call import AnyContext, abort
 from services.gateway.traffic_control import TrafficControl
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -374,3 +376,7 @@ async def _answering(context: AnyContext) -> AsyncIterator[None]:
         yield
     except IsthmusError as error:
         await abort(context, error)
+    except Exception:  # outermost for one call; grpc would tell the client what was raised
+        request_id = new_request_id()
+        log.exception("admin.failed", request_id=request_id)
+        await abort(context, internal_error(request_id))

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.bounded_file import read_bounded
 from services.common.clock import Clock
+from services.common.config_source import parse_yaml
 from services.common.errors import ConfigError, RequestError, StoreUnavailable
 from services.gateway.namespaces import Namespaces
 from services.gateway.wire_names import (
@@ -102,13 +102,15 @@ def read_tenants(path: Path) -> LimitsTable:
     """Read the file; ConfigError says what is wrong with it."""
     data = read_bounded("auth.tenants_file", path, _MAX_FILE_BYTES)
     try:
-        return TenantsFile.model_validate(yaml.safe_load(data) or {}).table()
+        return TenantsFile.model_validate(
+            parse_yaml(data.decode("utf-8"), "auth.tenants_file")
+        ).table()
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"auth.tenants_file: {where}: {first['msg']}") from None
-    except (yaml.YAMLError, RecursionError):
-        raise ConfigError("auth.tenants_file: it is not YAML") from None
+    except UnicodeDecodeError:
+        raise ConfigError("auth.tenants_file: it is not UTF-8") from None
 
 
 class RateLimited(RequestError):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from services.common.clock import SystemClock
 from services.common.errors import RequestError
@@ -132,3 +136,39 @@ async def test_refused_request_is_explained_too(store_url: str) -> None:
             await cluster.ask(make_call(request_id="late", timeout_s=-1))
         report = await explain(stub, "late")
     assert (report.outcome, list(report.choices)) == ("deadline_exceeded", [])
+
+
+TEXTS = ["", "x" * 100_000, "\x00\u202e", "../../etc/passwd", "[" * 20_000, "a: 2020-99-99", "{"]
+NUMBERS = [0, 1, 2**32 - 1]
+
+
+def odd_message(descriptor: Descriptor, rng: random.Random) -> Message:
+    """Fill a message without submessages with what nobody would send."""
+    message = GetMessageClass(descriptor)()
+    for field in descriptor.fields:
+        assert field.type in (field.TYPE_STRING, field.TYPE_UINT32), field.full_name
+        setattr(
+            message, field.name, rng.choice(TEXTS if field.type == field.TYPE_STRING else NUMBERS)
+        )
+    return message
+
+
+async def test_odd_requests_of_operators_get_a_clear_status(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(7)
+    methods = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods
+    async with running_cluster(store_url, [prefill()]) as cluster, admin_of(cluster) as stub:
+        for method in methods:
+            if method.name == "Diagnostics":
+                continue  # it asks nothing, and much is to be collected
+            for _ in range(10 if method.input_type.fields else 1):
+                request = odd_message(method.input_type, rng)
+                call = getattr(stub, method.name)(request, timeout=30)
+                clear = {
+                    grpc.StatusCode.OK,
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    grpc.StatusCode.NOT_FOUND,
+                }
+                assert await call.code() in clear, (method.name, await call.details())
+    assert [r.message for r in caplog.records if r.exc_info] == []

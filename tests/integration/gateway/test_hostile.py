@@ -230,8 +230,11 @@ async def test_grpc_connections_that_nobody_uses_are_closed(text_model: TextMode
     async with open_doors(text_model, config) as doors:
         doors.router.gate = asyncio.Event()
         request = inference_pb2.GenerateRequest(text="Once", max_tokens=1)
-        call = doors.stub.Generate(request, timeout=60)
-        running = asyncio.create_task(anext(aiter(call)))
+
+        async def run() -> int:
+            return len([frame async for frame in doors.stub.Generate(request, timeout=60)])
+
+        running = asyncio.create_task(run())
         await wait_until(lambda: doors.router.num_open == 1, 20.0)
         for start in (b"", PREFACE, PREFACE + NO_SETTINGS):
             reader, writer = await asyncio.open_connection("127.0.0.1", doors.grpc_port)
@@ -240,4 +243,3 @@ async def test_grpc_connections_that_nobody_uses_are_closed(text_model: TextMode
             writer.close()
         doors.router.gate.set()
         assert await running  # a call that waits is in use
-        call.cancel()

@@ -93,6 +93,13 @@ def test_mirror_takes_its_share_of_one_model_and_never_of_itself() -> None:
         ("aliases: {a: [{model: m}], a: [{model: n}]}", "given twice"),
         ("- a", "must hold sections"),
         ("{", "not valid YAML"),
+        ("a: \x00", "not valid YAML"),
+        ("[" * 20_000, "nested deeper"),
+        ("- " * 20_000, "nested too deep"),
+        ("a: 2020-99-99", "a value is not of its type"),
+        ("? [a]\n: b", "a value is not of its type"),
+        ("a: !!timestamp x", "a value is not of its type"),
+        ("a: " + "9" * 5000, "a value is not of its type"),
     ],
 )
 def test_wrong_table_is_refused_with_the_place(text: str, why: str) -> None:
