@@ -98,7 +98,7 @@ def toy_text_model(directory: Path) -> TextModel:
     return TextModel.load(make_toy_model(directory))
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Poll for something that has no event to wait for."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - there is no event

@@ -155,7 +155,7 @@ async def test_a_client_that_shuts_its_side_is_gone(doors: Doors) -> None:
 
 async def test_slow_heads_and_bodies_hold_nobody_up(text_model: TextModel) -> None:
     """Each takes a connection for the time it is given, and nothing else."""
-    config = GatewayConfig(http_head_timeout_s=1.0, http_body_timeout_s=1.0)
+    config = GatewayConfig(http_head_timeout_s=3.0, http_body_timeout_s=3.0)
     async with open_doors(text_model, config) as doors:
         starts = [b"", b"POST /v1/comp", post()[:60], post()[:-5]] * 10
         slow = [asyncio.create_task(answer_to(doors, start)) for start in starts]
