@@ -67,7 +67,8 @@ SESSION = WireName(
 IDEMPOTENCY_KEY = WireName(
     "idempotency-key", _GENERATE,
     "A repeat with the same body joins the running request or gets its answer again, for ten "
-    "minutes after its end if there is room; with another body it is `duplicate_request`.",
+    "minutes after its end if there is room; with another body it is `duplicate_request`. Each "
+    "router process knows its own keys: a repeat that meets another one is run again.",
 )  # fmt: skip
 TRACEPARENT = WireName(
     "traceparent", _GENERATE, "W3C trace context: the request's spans hang from it."
