@@ -273,7 +273,7 @@ def router(
     ] = 1_024,
     rss_requests: Annotated[
         int, typer.Option(min=1000, max=10_000_000, help="Requests of the case rss.")
-    ] = 20_000,
+    ] = 60_000,
     seed: PromptSeed = 0,
     json_: Json = True,
 ) -> int:
