@@ -518,13 +518,15 @@ class Conductor:
         progress = request.progress
         leg.has_failed = True
         self._sender.close(leg)
-        if not leg.is_lost:
-            self._cluster.record(leg.worker_id, outcome_of(code))
         if leg.kind == CONTINUE and not leg.has_tokens:
             self._hooks.handoff_failed(code)
-            if code == "handoff_failed" and leg.source is not None:
-                pair = (leg.source.worker_id, leg.worker_id)
-                self._cluster.pairs.failed(pair, self._clock.now())
+        if leg.kind == CONTINUE and code == "handoff_failed" and leg.source is not None:
+            # Of the pair alone: many that were under way when prefill died must not take a
+            # healthy decode worker out.
+            pair = (leg.source.worker_id, leg.worker_id)
+            self._cluster.pairs.failed(pair, self._clock.now())
+        elif not leg.is_lost:
+            self._cluster.record(leg.worker_id, outcome_of(code))
         plan = plan_recovery(progress, leg, code, self._limits)
         if plan.cure is Cure.LEAVE:
             leg.has_failed = plan.reason != "decode_goes_on"  # that part of it was done
