@@ -528,6 +528,25 @@ async def test_a_slow_prefill_gets_a_second_worker_and_the_loser_is_cancelled(
         cluster.assert_clean()
 
 
+async def test_all_who_wait_for_a_worker_that_stalls_get_a_second_one(store_url: str) -> None:
+    """A stall keeps many waiting at once; a budget for two of them left the others to it."""
+
+    async def mute_at_first(worker: FakeWorker, job: Job) -> None:
+        await (never if job.work.attempt == 1 else run_job)(worker, job)
+
+    hedge = HedgeConfig(enabled=True, min_samples=4, min_delay_s=0.1)
+    workers = [prefill("p0"), prefill("p1"), decoder()]
+    async with running_cluster(store_url, workers, RouterConfig(hedge=hedge)) as cluster:
+        for seed in range(6):
+            await cluster.ask(make_call(prompt=[seed + 1] * 30))
+        for name in ("p0", "p1"):
+            cluster[name].script = mute_at_first
+        calls = [make_call(prompt=[70 + i] * 30, timeout_s=30.0) for i in range(8)]
+        answers = await asyncio.gather(*map(cluster.ask, calls))
+        assert [a.tokens() for a in answers] == [reference(call) for call in calls]
+        cluster.assert_clean()
+
+
 async def test_without_the_option_no_prefill_is_done_twice(store_url: str) -> None:
     async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
         for seed in range(40):
