@@ -115,6 +115,7 @@ class KeyedLoad(KnownLoad):
     ) -> None:  # fmt: skip
         super().__init__("", bodies, answers, seed)
         self.num_sent_again = 0
+        self.num_second_tries = 0  # under way
         self.seen: list[Seen] = []
         self._undisturbed = undisturbed
         self._doors = random.Random(f"{seed}/doors")
@@ -158,7 +159,11 @@ class KeyedLoad(KnownLoad):
             self.num_sent_again += 1
             heard.forget()
             lost_s = time.monotonic() - asked_at
-            await send(routers[1])
+            self.num_second_tries += 1
+            try:
+                await send(routers[1])
+            finally:
+                self.num_second_tries -= 1
             if first_s is None and heard.first_s is not None:
                 first_s = lost_s + heard.first_s
         if not heard.code:
