@@ -131,7 +131,9 @@ def http_page() -> str:
                 "## HTTP routes",
                 "Keys are asked for when `auth.keys_file` or `auth.jwks_file` is set; a route that "
                 "is not listed asks\nfor one too. Scopes and certificates: "
-                "[access](operations/access.md).",
+                "[access](operations/access.md).\n"
+                "A body is JSON as it is: another `content-type`, a packed body and an object with "
+                "a name twice are refused.",
                 _table(
                     ("route", "method", "asks for", "answer"),
                     [

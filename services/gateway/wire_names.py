@@ -35,8 +35,10 @@ TOKENIZE_ROUTE = RouteSpec("/tokenize", "POST", "Turn a prompt or messages into 
 DETOKENIZE_ROUTE = RouteSpec("/detokenize", "POST", "Turn token ids into text.")
 HEALTH_ROUTE = RouteSpec("/health", "GET", "200 while the process lives.")
 READY_ROUTE = RouteSpec(
-    "/ready", "GET", "200 while a request would find workers, else 503 with the reason."
-)
+    "/ready", "GET",
+    "200 while a request would find workers, else 503 with the reason; `degraded` names what "
+    "it would do without.",
+)  # fmt: skip
 METRICS_ROUTE = RouteSpec("/metrics", "GET", "Metrics of this router in Prometheus text form.")
 ROUTES = (
     CHAT_ROUTE, COMPLETION_ROUTE, MODELS_ROUTE, MODEL_ROUTE, TOKENIZE_ROUTE, DETOKENIZE_ROUTE,
