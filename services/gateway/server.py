@@ -41,6 +41,9 @@ INFERENCE = "isthmus.v1.Inference"
 _HEALTH = "grpc.health.v1.Health"
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
+# Statuses of ended calls still have to be written, which a busy machine does late; a call that is
+# cut off has none of ours, and its client cannot tell that it may ask again.
+_STATUS_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,7 @@ class GatewayServer:
         is_drained = await self.drain(drain_s)
         await self.desk.close()
         if self._grpc is not None:
-            # A short grace: statuses of finished calls still have to be written.
-            await self._grpc.stop(1.0 if is_drained else 0.0)
+            await self._grpc.stop(_STATUS_GRACE_S if is_drained else 0.0)
         await self._stop_http()
         self._pool.close()
         await self._accounting.stop()
