@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import uuid
 from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes: SHA-256 of the chain, truncated
@@ -20,4 +19,4 @@ def new_incarnation() -> Incarnation:
 
 def new_request_id() -> RequestId:
     """Draw a cluster-wide request id."""
-    return RequestId(f"req-{uuid.uuid4().hex}")
+    return RequestId(f"req-{secrets.token_hex(16)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from services.gateway.grpc_spec import timing_message
 from services.pb import admin_pb2, common_pb2
 from services.router.policy import Decision, Terms
@@ -119,14 +117,13 @@ def _choice(decision: Decision) -> admin_pb2.Choice:
 def _candidate(terms: Terms) -> admin_pb2.Candidate:
     """Every term the policy has, whatever its cost model is made of."""
     candidate = admin_pb2.Candidate(worker_id=terms.worker_id, cost_s=terms.cost_s)
-    for field in fields(terms):
-        value = getattr(terms, field.name)
-        if field.name in ("worker_id", "cost_s") or value is None:
+    for name, value in terms._asdict().items():
+        if name in ("worker_id", "cost_s") or value is None:
             continue
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            candidate.terms[field.name] = value
+            candidate.terms[name] = value
         else:
-            candidate.facts[field.name] = str(value).lower() if isinstance(value, bool) else value
+            candidate.facts[name] = str(value).lower() if isinstance(value, bool) else value
     return candidate
 
 

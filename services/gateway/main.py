@@ -57,6 +57,7 @@ from services.text.tokenizer import TextModel
 log = get_logger(__name__)
 
 Named = tuple[str, Path]  # the name a model is served under, empty = its own; where it is
+_GC_THRESHOLD = 10_000  # new objects that are containers
 _LAST_WORDS_S = 2.0  # for the doors to write the errors of requests that did not end in time
 
 
@@ -216,6 +217,8 @@ class _RouterProcess:
         # What is loaded stays: collecting over it would stall every stream.
         gc.collect()
         gc.freeze()
+        # A request makes some thousand objects and hardly a cycle.
+        gc.set_threshold(_GC_THRESHOLD, 20, 20)
         log.info("router.listening", grpc_port=ports.grpc_port, http_port=ports.http_port)
         self._serve_metrics()
 

@@ -68,9 +68,11 @@ class ObservedRouter:
         outcome = "cancelled"
         gaps = _Gaps(self._metrics, self._clock)
         try:
-            sink = None if call.sink is None else TappedSink(call.sink, gaps.note)
-            traced = replace(call, traceparent=span.traceparent or call.traceparent, sink=sink)
-            outputs = self._inner.generate(traced)
+            if call.sink is not None:
+                call = replace(call, sink=TappedSink(call.sink, gaps.note))
+            if span.traceparent:
+                call = replace(call, traceparent=span.traceparent)
+            outputs = self._inner.generate(call)
             try:
                 async for output in outputs:
                     if isinstance(output, ChoiceDelta):

@@ -30,6 +30,9 @@ class TelemetryHooks:
             self._metrics.add(catalog.GRPC_REQUESTS, method=record.route, status=status)
         if record.code == "unauthenticated":
             self._metrics.add(catalog.AUTH_FAILURES)
+        trace_id = self._trace_ids.take(record.request_id)
+        if not log.tells_info:
+            return
         # Scrapes and probes come every few seconds; what goes wrong with one is still told.
         write = log.debug if record.is_probe else log.info
         write(
@@ -40,7 +43,7 @@ class TelemetryHooks:
             duration_ms=round(record.duration_s * 1000, 1),
             request_id=record.request_id,
             ttft_ms=None if record.ttft_s is None else round(record.ttft_s * 1000, 1),
-            **_facts_of(record, self._trace_ids.take(record.request_id)),
+            **_facts_of(record, trace_id),
         )
 
     def render_metrics(self) -> tuple[str, bytes]:

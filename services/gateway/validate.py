@@ -128,7 +128,10 @@ def check_vocabulary(token_ids: npt.NDArray[np.uint32], vocab_size: int, param: 
 
 def check_token_ids(token_ids: TokenIds, vocab_size: int, param: str) -> npt.NDArray[np.uint32]:
     """Turn ids as clients write them into uint32, refusing those out of the vocabulary."""
-    if not token_ids.size or (token_ids.min() >= 0 and token_ids.max() < vocab_size):
+    is_unsigned = token_ids.dtype.kind == "u"
+    if not token_ids.size or (
+        token_ids.max() < vocab_size and (is_unsigned or token_ids.min() >= 0)
+    ):
         return token_ids.astype(np.uint32, copy=False)
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if outside.size:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,12 +88,12 @@ def extend_hashes(parent: BlockHash, token_ids: npt.NDArray[np.uint32]) -> tuple
     if len(parent) != HASH_BYTES:
         raise ValueError(f"a block hash has {HASH_BYTES} bytes")
     # As next_hash, without a call for each block: a prompt has thousands.
-    sha256, hashes, chained = hashlib.sha256, [], bytes(parent)
+    sha256, hashes, chained = hashlib.sha256, list[bytes](), bytes(parent)
     for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         tokens = data[start : start + _BLOCK_BYTES]
         chained = sha256(_BLOCK_PREFIX + chained + _TOKENS_PREFIX + tokens).digest()[:HASH_BYTES]
-        hashes.append(BlockHash(chained))
-    return tuple(hashes)
+        hashes.append(chained)
+    return cast("tuple[BlockHash, ...]", tuple(hashes))
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import LoadReport
@@ -99,8 +100,7 @@ class Row:
     hint_tokens: float = 0.0  # confirmed by the worker
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):  # made by the dozen for a decision
     """One way to run the request, and what it is made of."""
 
     kind: int

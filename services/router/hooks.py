@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from services.common.errors import IsthmusError
 from services.common.ids import WorkerId
@@ -101,6 +102,13 @@ class MetricsHooks(RouterHooks):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._add_prompt = metrics.adder(catalog.PROMPT_TOKENS)
+        self._add_cached = metrics.adder(catalog.CACHED_TOKENS)
+        self._add_completion = metrics.adder(catalog.COMPLETION_TOKENS)
+        self._observe_stages = [
+            (attrgetter(f"{stage}_us"), metrics.observer(catalog.STAGE, stage=stage))
+            for stage in STAGES
+        ]
         # One for each model this process routes to.
         self._watched: list[_Watched] = []
         self._gates: list[tuple[Callable[[], int], Callable[[], float], Callable[[], float]]] = []
@@ -169,13 +177,13 @@ class MetricsHooks(RouterHooks):
         if end is None:
             return
         timing = end.timing
-        metrics.add(catalog.PROMPT_TOKENS, end.prompt_tokens)
-        metrics.add(catalog.CACHED_TOKENS, end.cached_tokens)
-        metrics.add(catalog.COMPLETION_TOKENS, end.completion_tokens)
+        self._add_prompt(end.prompt_tokens)
+        self._add_cached(end.cached_tokens)
+        self._add_completion(end.completion_tokens)
         metrics.observe(catalog.TTFT, timing.ttft_us / 1e6, mode=mode)
         metrics.observe(catalog.E2E, timing.e2e_us / 1e6, mode=mode)
-        for stage in STAGES:
-            metrics.observe(catalog.STAGE, getattr(timing, f"{stage}_us") / 1e6, stage=stage)
+        for read_us, observe in self._observe_stages:
+            observe(read_us(timing) / 1e6)
         if timing.decode_worker and timing.prefill_worker:
             plane = timing.plane or "none"
             outcome = "recomputed" if timing.recomputed else "ok"

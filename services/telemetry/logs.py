@@ -25,6 +25,11 @@ class Logger:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
+    @property
+    def tells_info(self) -> bool:
+        """Whether `info` goes anywhere: facts that take time to gather need not be, else."""
+        return self._logger.isEnabledFor(logging.INFO)
+
     def debug(self, event: str, /, **fields: object) -> None:
         """Record a detail only a developer needs."""
         self._write(logging.DEBUG, event, fields)

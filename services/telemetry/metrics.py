@@ -76,6 +76,19 @@ class Metrics:
         if self._store is not None:
             self._store.observe(metric, values, _key(metric, labels))
 
+    def adder(self, metric: Counter, /, **labels: str) -> Callable[[float], None]:
+        """Give a function that raises one counter, for use at every request."""
+        if self._store is None:
+            return _ignore
+        return partial(self._store.add, metric, key=_key(metric, labels))
+
+    def observer(self, metric: Histogram, /, **labels: str) -> Callable[[float], None]:
+        """Give a function that observes for one metric, for use at every request."""
+        store, key = self._store, _key(metric, labels)
+        if store is None:
+            return _ignore
+        return lambda value: store.observe(metric, (value,), key)
+
     def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
         """Read a gauge by calling `read` at every scrape; it must be quick and thread-safe.
 
@@ -97,6 +110,10 @@ class Metrics:
         """Let go of what gauges are read from."""
         if self._store is not None:
             self._store.readers.clear()
+
+
+def _ignore(_value: float) -> None:
+    pass
 
 
 @dataclass(slots=True)

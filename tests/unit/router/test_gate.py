@@ -349,7 +349,7 @@ async def test_a_prediction_of_nothing_teaches_nothing() -> None:
     rig = Rig()
     progress = rig.progress("r0")
     decision = choose(progress.facts, rig.view(), {}, PolicyConfig())
-    terms = (replace(decision.terms[0], prefill_s=0.0),)
+    terms = (decision.terms[0]._replace(prefill_s=0.0),)
     progress.decision = replace(decision, terms=terms)
     task = await rig.begin(progress)
     progress.marks.sent = rig.clock.now()
