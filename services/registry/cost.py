@@ -69,8 +69,7 @@ class Ask:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A worker that may be chosen, with what only the router knows of it."""
 
     slot: int
@@ -89,8 +88,7 @@ class Booked:
     resident_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One candidate as it is now."""
 
     candidate: Candidate

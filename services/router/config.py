@@ -32,7 +32,8 @@ class LinkConfig:
     resume_grace_s: float = 0.5  # a broken Link that is not back by then has lost its requests
     frozen_grace_s: float = 0.4  # the same for one that was cut for silence
     max_backoff_s: float = 1.0
-    ack_delay_s: float = 0.05
+    # Most acknowledgements ride with work. A worker waits for one after 1,024 tokens of a choice.
+    ack_delay_s: float = 0.1
     max_queued_work: int = 4096  # not yet written
     max_message_bytes: int = 16 << 20
     tls: LinkTls | None = None  # None = plaintext

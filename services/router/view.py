@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from services.common.ids import Incarnation, WorkerId
 from services.common.model_manifest import ModelManifest
@@ -117,8 +118,7 @@ def build_view(inputs: ViewInputs, now: float) -> ClusterView:
     return ViewMaker().build(inputs, now)
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
+class _Judged(NamedTuple):
     """What a worker was judged by, and when; values are never changed, so `is` tells them apart."""
 
     record: WorkerRecord | None
