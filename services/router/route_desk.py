@@ -50,7 +50,7 @@ HOLD_EVERY_S = 20.0  # a third of a reservation's life
 HOLD_LOOK_S = HOLD_EVERY_S / 4
 MAX_ENDS = 4096  # reservations waiting to be released; the rest run out by themselves
 ENDS_A_CALL = 128
-GATHER_ENDS_S = 0.02  # a call costs more than the little that is reserved for too long
+GATHER_ENDS_S = 0.05  # a call costs more than the little that is reserved for too long
 
 
 @dataclass(frozen=True, slots=True)
