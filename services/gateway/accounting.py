@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from services.common.clock import Clock
@@ -47,14 +48,12 @@ class Accounting:
             return "the audit log cannot be written"
         return ""
 
-    @contextlib.contextmanager
-    def admitted(self, tenant: str) -> Iterator[Verdict]:
-        """Let a request in for as long as the context lasts; raises RequestError."""
+    def admitted(self, tenant: str) -> AbstractContextManager[Verdict]:
+        """Let a request in for as long as the context lasts; raises RequestError, here or there."""
         fault = self.fault()
         if fault:
             raise RequestError("audit_unavailable", fault, retry_after_ms=1000)
-        with self.rates.admitted(tenant) as verdict:
-            yield verdict
+        return self.rates.admitted(tenant)
 
     @contextlib.contextmanager
     def billed(self, tenant: str, prompt_tokens: int) -> Iterator[Bill]:

@@ -31,7 +31,14 @@ _FINISH = {
 _MODES = dict(common_pb2.Mode.items())
 _PLANES = dict(common_pb2.Plane.items())
 _GRPC_ROLES = ("system", "developer", "user", "assistant")
-_PROMPT_FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids"}
+_NAMES = {
+    kind: FieldNames(prompt=prompt, timeout="timeout_ms", force_mode="x-isthmus-force-mode")
+    for kind, prompt in (
+        ("text", "text"),
+        ("chat", "chat.messages"),
+        ("token_ids", "token_ids"),
+    )
+}
 
 
 def parse_generate(
@@ -49,11 +56,7 @@ def parse_generate(
     top_logprobs = max(sampling.top_logprobs, request.top_logprobs)
     return GenerateSpec(
         prompt=prompt,
-        names=FieldNames(
-            prompt=_PROMPT_FIELDS[kind],
-            timeout="timeout_ms",
-            force_mode="x-isthmus-force-mode",
-        ),
+        names=_NAMES[kind],
         model=request.model,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         min_tokens=max(request.min_tokens, sampling.min_tokens),

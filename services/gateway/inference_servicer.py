@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -169,15 +169,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._record("Detokenize", progress)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    @contextlib.contextmanager
     def _admitted(
         self, context: AnyContext, metadata: Mapping[str, str], progress: _Progress
-    ) -> Iterator[Verdict]:
+    ) -> AbstractContextManager[Verdict]:
         """Let a call in that the interceptor has let through; note whose it is."""
         caller = self._authenticator.authenticate(metadata)
         progress.caller, progress.peer = caller, context.peer()
-        with self._desk.accounting.admitted(caller.tenant) as verdict:
-            yield verdict
+        return self._desk.accounting.admitted(caller.tenant)
 
     async def _answer(
         self,
