@@ -161,7 +161,7 @@ class Cluster:
         assert self.router._cluster.bookings.booked() == {}
 
 
-async def eventually(check: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def eventually(check: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Wait until `check` is truthy."""
     end = time.monotonic() + timeout_s
     while not check():
