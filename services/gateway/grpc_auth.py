@@ -39,12 +39,20 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if method in GRPC_POLICY:  # else nobody serves it
                     check_scopes(GRPC_POLICY[method], caller.scopes)
             except IsthmusError as error:
-                self._record(method, error.spec.code)
-                return _refusal(error)
+                return self._refusal(method, error)
             if GRPC_POLICY.get(method) is Access.ADMIN:
                 handler = await continuation(handler_call_details)
                 return handler and self._recorded(handler, method, caller)
         return await continuation(handler_call_details)
+
+    def _refusal(self, method: str, error: IsthmusError) -> AnyHandler:
+        # Streaming on both sides: it answers at once, without waiting for a request message.
+        async def refuse(_requests: object, context: AnyContext) -> None:
+            # Not before: where a call came from is known here only.
+            self._record(method, error.spec.code, peer=context.peer())
+            await abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _recorded(self, handler: Any, method: str, caller: Caller) -> AnyHandler:
         """Have it known later who changed something, and how that ended."""
@@ -93,11 +101,3 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 peer=peer,
             )
         )
-
-
-def _refusal(error: IsthmusError) -> AnyHandler:
-    # Streaming on both sides: it answers at once, without waiting for a request message.
-    async def refuse(_requests: object, context: AnyContext) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -110,6 +110,7 @@ class HttpEdge:
                 send, ids, is_head=scope["method"] == "HEAD", connection=scope.get(CONNECTION_KEY)
             ),
             peer=join_host_port(*scope["client"][:2]) if scope.get("client") else "",
+            route=scope["path"] if scope["path"] in HTTP_POLICY else "unknown",
         )
         scope[_EXCHANGE_KEY] = exchange
         scope["app"] = self  # makes the router raise for 404 and 405 instead of answering

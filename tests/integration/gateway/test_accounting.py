@@ -228,7 +228,7 @@ async def test_every_request_is_in_the_audit_log_without_its_text(
     assert shown == [
         ("http", CHAT, "ok", "acme"),
         ("grpc", "Generate", "ok", "other"),
-        ("http", "unknown", "unauthenticated", ""),
+        ("http", CHAT, "unauthenticated", ""),
         ("http", "/metrics", "permission_denied", "acme"),
     ]
     assert events[1]["key_id"] == books.record.key_id

@@ -234,10 +234,11 @@ async def test_calls_without_a_key_are_recorded_at_both_doors(
             assert await status_of(doors, method, None) is grpc.StatusCode.UNAUTHENTICATED
         await doors.http.post("/v1/completions", json={})
         records = [(record.door, record.route, record.code) for record in doors.hooks.records]
+        assert all("127.0.0.1:" in record.peer for record in doors.hooks.records)
     assert records == [
         ("grpc", "Generate", "unauthenticated"),
         ("grpc", "unknown", "unauthenticated"),
-        ("http", "unknown", "unauthenticated"),
+        ("http", "/v1/completions", "unauthenticated"),
     ]
 
 
