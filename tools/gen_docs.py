@@ -279,6 +279,8 @@ def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     if children is None:
         yield name, command
         return
+    if any(_parameter_row(parameter) for parameter in command.params):
+        yield name, command  # what all of its commands have in common
     for child_name, child in children.items():
         yield from _commands(f"{name} {child_name}", child)
 

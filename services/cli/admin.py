@@ -6,9 +6,9 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,10 +24,7 @@ DIAGNOSTICS_TIMEOUT_S = 30.0
 Ask = TypeVar("Ask")
 Answer = TypeVar("Answer")
 
-app = typer.Typer(
-    help="Run a cluster: requests, drains, roles, caches, logs, diagnostics (scope admin).",
-    no_args_is_help=True,
-)
+app = typer.Typer(no_args_is_help=True)
 
 WorkerId = Annotated[str, typer.Argument(help="Name of the worker, as in `isthmus status`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -41,7 +38,10 @@ def options(
     tls: Tls = False,
     ca_file: CaFile = None,
 ) -> None:
-    """Run a cluster: requests, drains, roles, caches, logs, diagnostics (scope admin)."""
+    """Run a cluster: requests, drains, roles, caches, logs, diagnostics (scope admin).
+
+    These flags stand before the command's name: isthmus admin --server HOST:PORT requests
+    """
     from services.cli.routers import Routers
 
     context.obj = Routers.of(server, api_key, tls, ca_file)
@@ -59,7 +59,7 @@ def requests(context: typer.Context, as_json: AsJson = False) -> int:
     if as_json:
         found = [message_fields(answer) for answer in answers]
         typer.echo(json.dumps(found, indent=2))
-    else:
+    elif answers:
         _print_requests(answers)
     return _status_of(replies)
 
@@ -74,7 +74,10 @@ def kill(
 
     ask = admin_pb2.KillRequestRequest(request_id=request_id)
     done = _ask_one(context, lambda stub: stub.KillRequest, ask)
-    return exits.FAILED if done is None else exits.OK
+    if done is None:
+        return exits.FAILED
+    typer.echo(f"{request_id} is killed")
+    return exits.OK
 
 
 @app.command("drain")
@@ -103,7 +106,10 @@ def undrain(context: typer.Context, worker_id: WorkerId) -> int:
 
     ask = admin_pb2.UndrainWorkerRequest(worker_id=worker_id)
     done = _ask_one(context, lambda stub: stub.UndrainWorker, ask)
-    return exits.FAILED if done is None else exits.OK
+    if done is None:
+        return exits.FAILED
+    typer.echo(f"{worker_id} takes work again")
+    return exits.OK
 
 
 @app.command("role")
@@ -213,6 +219,7 @@ def show_traffic(context: typer.Context) -> int:
         typer.echo(json.dumps(json.loads(reply.answer.table), indent=2))
         for name in reply.answer.names:
             typer.echo(f"{name.name}: weights {name.weights_digest[:16]}")
+        _warn_of_unserved(reply)
     return _status_of(replies)
 
 
@@ -236,7 +243,44 @@ def set_traffic(
             return exits.USAGE
     ask = admin_pb2.SetTrafficRequest(table=text)
     replies = _ask_all(context, lambda stub: stub.SetTraffic, ask)
-    return _status_of(replies)
+    for reply in replies:
+        if reply.answer is not None:
+            typer.echo(f"{reply.server}: the rules of {file or 'its file'} are in force")
+    status = _status_of(replies)
+    if status == exits.OK:
+        look = admin_pb2.GetTrafficRequest()
+        for found in _ask_all(context, lambda stub: stub.GetTraffic, look):
+            _warn_of_unserved(found)
+    return status
+
+
+def _warn_of_unserved(reply: Reply[admin_pb2.GetTrafficResponse]) -> None:
+    """Say which rules come to nothing: a misspelt model looks like one that is not there yet."""
+    if reply.answer is None:
+        return
+    served = {found.name: found.weights_digest for found in reply.answer.names}
+    for name in unserved(json.loads(reply.answer.table), served):
+        typer.echo(
+            f"isthmus: {reply.server}: the rules name {name!r}, which it does not serve", err=True
+        )
+
+
+# Any: a table as JSON.
+def unserved(table: dict[str, Any], served: Mapping[str, str]) -> list[str]:
+    """Give the models rules name and nobody serves; `served` is name -> weights digest."""
+    from services.router.traffic import DIGEST
+
+    named = [target["model"] for targets in table["aliases"].values() for target in targets]
+    named += [name for source, rule in table["mirrors"].items() for name in (source, rule["to"])]
+    return [
+        name
+        for name in dict.fromkeys(named)
+        if name not in served
+        and not (
+            name.startswith(DIGEST)
+            and any(digest.startswith(name.removeprefix(DIGEST)) for digest in served.values())
+        )
+    ]
 
 
 def write_bundle(path: Path, files: dict[str, bytes]) -> None:

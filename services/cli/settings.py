@@ -47,12 +47,15 @@ def check_files(config: IsthmusConfig) -> None:
     """Look at the files settings name; raises ConfigError."""
     from services.common.clock import SystemClock
     from services.gateway.access_setup import check_access_files
+    from services.gateway.traffic_control import TrafficControl
     from services.runtime.tls import cluster_identity, door_identity
     from services.transfer.key_ring import check_key_file
 
     check_access_files(config.auth)
     for read in (door_identity, cluster_identity):
         read(config.tls, SystemClock())
+    if config.router.traffic_file:
+        TrafficControl(Path(config.router.traffic_file), SystemClock())
     if config.transfer.curve_key_file:
         check_key_file(Path(config.transfer.curve_key_file))
 

@@ -103,9 +103,15 @@ def _routers(
     served: Sequence[_Served], config: RouterConfig, clock: Clock, hooks: RouterHooks
 ) -> ModelSet:
     """Make a router for every model."""
-    digests = {model.manifest.weights_digest for model in served}
-    if len(digests) != len(served):
-        raise ConfigError("router.more_models: two of the models have the same weights")
+    first: dict[str, str] = {}  # name of a model by its weights
+    for manifest in (model.manifest for model in served):
+        if manifest.weights_digest in first:
+            raise ConfigError(
+                f"router.more_models: {first[manifest.weights_digest]!r} and {manifest.name!r} "
+                "have the same weights; for a second name of one model write an alias in "
+                "router.traffic_file"
+            )
+        first[manifest.weights_digest] = manifest.name
     recent = RecentRequests(config.max_reports)
     return ModelSet(
         [

@@ -62,6 +62,15 @@ class TrafficTable(_Strict):
         return self
 
 
+# Where the checker speaks of Python to people who write YAML.
+_PLAIN = {
+    "tuple_type": "must be a list of {model, weight}",
+    "dict_type": "must hold names, each with its rule",
+    "model_type": "must hold keys and values, as {model, weight} or {to, share}",
+    "extra_forbidden": "unknown key",
+}
+
+
 def parse_table(text: str, where: str) -> TrafficTable:
     """Read a table from YAML or JSON; raises ConfigError."""
     if len(text.encode()) > MAX_TEXT_BYTES:
@@ -71,7 +80,7 @@ def parse_table(text: str, where: str) -> TrafficTable:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
+        message = _PLAIN.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
 
 
