@@ -38,15 +38,24 @@ def connect(address: str, tls: bool = False, ca_file: Path | None = None) -> Ite
             grpc.channel_ready_future(channel).result(timeout=CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError:
             typer.echo(
-                f"isthmus: nobody answers at {address} "
-                f"{'with a certificate of that authority' if tls or ca_file else 'in plaintext'}; "
-                "is a cluster running?",
+                f"isthmus: nobody answers at {address} {_in_which_way(tls, ca_file)}",
                 err=True,
             )
             raise typer.Exit(exits.UNREACHABLE) from None
         yield channel
     finally:
         channel.close()
+
+
+def _in_which_way(tls: bool, ca_file: Path | None) -> str:
+    if ca_file is not None:
+        return f"with a certificate signed by {ca_file}; is a cluster running, with TLS?"
+    if tls:
+        return (
+            "with a certificate of a well-known authority; is a cluster running? "
+            "--ca-file names an authority of your own"
+        )
+    return "in plaintext; is a cluster running? If it speaks TLS, give --ca-file or --tls"
 
 
 def _credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
@@ -92,6 +101,8 @@ def explain_rpc_error(error: grpc.RpcError, timeout_s: float, waited_s: float) -
     details = error.details() or "no details"
     if code is grpc.StatusCode.UNAUTHENTICATED:
         details += f" (set {KEY_VARIABLE})"
+    elif code is grpc.StatusCode.PERMISSION_DENIED:
+        details += " (`isthmus key new --scope SCOPE` makes a key that has it)"
     # Details of our own servers begin with a code of the error table, which says more.
     return details if _has_own_code(error, details) else f"{code.name}: {details}"
 

@@ -80,7 +80,7 @@ def _candidates(choice: admin_pb2.Choice) -> list[str]:
     rows: list[Sequence[str]] = [_COLUMNS]
     best_s = choice.candidates[0].cost_s if choice.candidates else 0.0
     for at, candidate in enumerate(choice.candidates):
-        terms = [f"{name} {_term(name, value)}" for name, value in sorted(candidate.terms.items())]
+        terms = [_term(name, value) for name, value in sorted(candidate.terms.items())]
         terms += [f"{name} {value}" for name, value in sorted(candidate.facts.items())]
         more = "chosen" if at == 0 else f"{(candidate.cost_s - best_s) * 1e3:+.3f} ms"
         rows.append(
@@ -101,7 +101,9 @@ def _stages(title: str, total_us: int, stages: Sequence[admin_pb2.Stage]) -> Ite
 
 
 def _term(name: str, value: float) -> str:
-    return f"{value * 1e3:.3f} ms" if name.endswith("_s") else f"{value:g}"
+    if name.endswith("_s"):
+        return f"{name.removesuffix('_s')} {value * 1e3:.3f} ms"
+    return f"{name} {value:g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -21,6 +21,8 @@ cluster = typer.Typer(
 )
 app.add_typer(cluster, name="cluster")
 
+MAX_DAYS = 36_500
+
 KeysFile = Annotated[
     Path | None, typer.Option("--file", help="Keys file; default: auth.keys_file.")
 ]
@@ -39,7 +41,7 @@ def new(
         ),
     ] = None,
     expires_days: Annotated[
-        float | None, typer.Option(min=0, help="Days until it is of no use; default: never.")
+        float | None, typer.Option(help="Days until it is of no use, above 0; default: never.")
     ] = None,
     file: KeysFile = None,
     config: ConfigFile = None,
@@ -49,6 +51,8 @@ def new(
     from services.gateway.keys import create_key
     from services.gateway.namespaces import make_secret
 
+    if expires_days is not None and not 0 < expires_days <= MAX_DAYS:
+        raise typer.BadParameter(f"--expires-days must be above 0, up to {MAX_DAYS}")
     path, now = _path(file, config), SystemClock().unix_ms()
     expires = None if expires_days is None else now + round(expires_days * 86_400_000)
     # Names are checked with the rest of the record.
@@ -62,7 +66,7 @@ def new(
     if make_secret(secret):
         typer.echo(f"made {secret}: every router needs the same one", err=True)
     typer.echo(
-        f"isthmus chat and status read it from {KEY_VARIABLE}; other clients send "
+        f"commands of isthmus read it from {KEY_VARIABLE}; other clients send "
         "authorization: Bearer <key>",
         err=True,
     )
@@ -74,7 +78,7 @@ def list_all(file: KeysFile = None, config: ConfigFile = None) -> int:
     """List the keys of the file by id."""
     from services.gateway.keys import list_keys
 
-    for record in list_keys(_path(file, config)):
+    for record in list_keys(_present(_path(file, config))):
         created = datetime.fromtimestamp(record.created_unix_ms / 1e3, UTC)
         typer.echo(
             f"{record.key_id}  {record.tenant:<20} {created:%Y-%m-%d %H:%M}  "
@@ -113,9 +117,11 @@ def revoke(
     """Take a key out of the file; routers notice within a second."""
     from services.gateway.keys import revoke_key
 
-    if revoke_key(_path(file, config), key_id):
+    path = _present(_path(file, config))
+    if revoke_key(path, key_id):
+        typer.echo(f"{key_id} is revoked", err=True)
         return exits.OK
-    typer.echo(f"isthmus: no key with id {key_id}", err=True)
+    typer.echo(f"isthmus: {path} has no key with id {key_id}; see `isthmus key list`", err=True)
     return exits.FAILED
 
 
@@ -206,3 +212,11 @@ def _path(file: Path | None, config: Path | None) -> Path:
     if not configured:
         raise ConfigError("no keys file: give --file or set auth.keys_file")
     return Path(configured)
+
+
+def _present(path: Path) -> Path:
+    from services.common.errors import ConfigError
+
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; `isthmus key new` makes it")
+    return path

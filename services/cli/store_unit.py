@@ -32,7 +32,10 @@ def ping_store(url: str) -> None:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError:
-        raise ConfigError(f"store.url: {place} is not the address of a store") from None
+        raise ConfigError(
+            f"store.url: {place} is not the address of a store: "
+            "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH"
+        ) from None
     try:
         client.ping()
     # No cause is kept: the library's message may quote what the address holds.

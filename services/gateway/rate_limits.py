@@ -42,9 +42,9 @@ _MAX_CLAIMS = 256  # tenants told of at a time
 _MAX_FILE_BYTES = 4 << 20
 _WARN_EVERY_S = 60.0
 _WORDS = {
-    "requests": "too many requests",
-    "tokens": "the tokens of this minute are used up",
-    "streams": "too many requests are open",
+    "requests": "the tenant sends more requests a second than its limit allows",
+    "tokens": "the tenant's tokens of this minute are used up",
+    "streams": "the tenant has as many requests open as its limit allows",
 }
 
 
@@ -108,7 +108,10 @@ def read_tenants(path: Path) -> LimitsTable:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"auth.tenants_file: {where}: {first['msg']}") from None
+        known = TenantsFile.model_fields if len(first["loc"]) == 1 else LimitsEntry.model_fields
+        unknown = f"unknown key; there are {', '.join(known)}"
+        message = unknown if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"auth.tenants_file: {where}: {message}") from None
     except UnicodeDecodeError:
         raise ConfigError("auth.tenants_file: it is not UTF-8") from None
 

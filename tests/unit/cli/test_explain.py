@@ -32,7 +32,7 @@ def test_every_candidate_is_shown_with_what_it_would_have_cost_more() -> None:
     at = lines.index("1. p0, mode REMOTE: cheapest")
     assert [line.split() for line in lines[at + 1 : at + 4]] == [
         ["worker", "cost", "more", "made", "of"],
-        ["p0", "10.000", "ms", "chosen", "queue_s", "2.000", "ms,", "uncached_tokens", "36"],
+        ["p0", "10.000", "ms", "chosen", "queue", "2.000", "ms,", "uncached_tokens", "36"],
         ["p1", "25.000", "ms", "+15.000", "ms", "fits", "false"],
     ]
     first = lines.index("time to first token: 5.000 ms")

@@ -166,8 +166,52 @@ def test_key_life(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["key", "revoke", key_id, "--file", str(file)]) == exits.FAILED
 
 
-def test_key_without_a_file_is_a_usage_fault() -> None:
+def test_key_without_a_file_is_a_usage_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["key", "list"]) == exits.USAGE
+    absent = str(tmp_path / "keys.json")
+    for arguments in (["list"], ["revoke", "0123456789ab"]):
+        assert run(["key", *arguments, "--file", absent]) == exits.USAGE
+        assert f"there is no {absent}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "inf", "nan"])
+def test_key_that_could_never_be_used_is_not_made(days: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    assert run(["key", "new", "--file", str(file), "--expires-days", days]) == exits.USAGE
+    assert not file.exists()
+
+
+def test_usage_of_a_directory_that_is_not_there_is_a_usage_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["usage", "export", "--dir", str(tmp_path / "absent")]) == exits.USAGE
+    assert "absent is no directory" in capsys.readouterr().err
+
+
+def test_config_check_reads_the_traffic_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "traffic.yaml"
+    monkeypatch.setenv("ISTHMUS_ROUTER__TRAFFIC_FILE", str(file))
+    assert run(["config", "check"]) == exits.USAGE
+    assert "router.traffic_file" in capsys.readouterr().err
+    file.write_text("aliases: {chat: 3}")
+    assert run(["config", "check"]) == exits.USAGE
+    assert "aliases.chat: must be a list of {model, weight}" in capsys.readouterr().err
+    file.write_text("aliases: {chat: [{model: smollm2}]}")
+    assert run(["config", "check"]) == exits.OK
+
+
+def test_routers_that_do_not_answer_are_no_empty_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("services.cli.client.CONNECT_TIMEOUT_S", 0.2)
+    assert run(["admin", "--server", "127.0.0.1:1", "requests"]) == exits.FAILED
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--ca-file" in captured.err
 
 
 def test_model_list_names_known_models_and_damaged_ones(
