@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +51,8 @@ def status(
     from services.pb import admin_pb2, admin_pb2_grpc
 
     clock = SystemClock()
-    dial = dial_worker(settings.load(config, {}).tls)
+    own_tls = settings.load(config, {}).tls
+    dial = dial_worker(own_tls)
     with connect(server, tls, ca_file) as channel:
         started = clock.now()
         try:
@@ -68,7 +70,17 @@ def status(
         typer.echo(json.dumps(to_json(cluster, own), indent=2))
     else:
         _print_cluster(cluster, own)
+    speaks_tls = tls or ca_file is not None
+    if hint := tls_hint(own, speaks_tls, has_certificate=bool(own_tls.cluster_cert_file)):
+        typer.echo(hint, err=True)
     return exits.OK if cluster.workers else exits.FAILED
+
+
+def tls_hint(own: Mapping[str, Answer], speaks_tls: bool, has_certificate: bool) -> str:
+    """Say what else may keep workers from answering us: to them we look like anybody."""
+    if not speaks_tls or has_certificate or all(answer != UNREACHABLE for answer in own.values()):
+        return ""
+    return "isthmus: to ask workers that speak TLS, give --config with tls.cluster_*"
 
 
 def ask_workers(

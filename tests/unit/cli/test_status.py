@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from services.cli.status import FROZEN, UNREACHABLE, about_worker, worker_table
+from services.cli.status import FROZEN, UNREACHABLE, about_worker, tls_hint, worker_table
 from services.pb import admin_pb2, worker_pb2
 
 PREFILL = admin_pb2.WorkerView(
@@ -51,3 +51,11 @@ def test_line_of_a_worker_has_its_kernels_and_planes_or_that_it_is_silent() -> N
     assert about_worker(DECODE, UNREACHABLE) == (
         "decode-0-0a1b2c: other weights · unreachable; being restarted?"
     )
+
+
+def test_workers_that_do_not_answer_one_without_a_certificate_may_want_one() -> None:
+    silent, answers = {"d0": UNREACHABLE}, {"d0": worker_pb2.StatusResponse()}
+    assert "tls.cluster_*" in tls_hint(silent, speaks_tls=True, has_certificate=False)
+    assert tls_hint(answers, speaks_tls=True, has_certificate=False) == ""
+    assert tls_hint(silent, speaks_tls=True, has_certificate=True) == ""
+    assert tls_hint(silent, speaks_tls=False, has_certificate=False) == ""
