@@ -76,7 +76,8 @@ def run_trace(
     try:
         workload = read_trace(path, speedup)
     except (OSError, BadTrace, EOFError) as error:
-        raise BenchFailed(f"cannot replay {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise BenchFailed(f"cannot replay {path}: {reason}") from error
     result = BenchResult("policy", _setup(workload, spec, seed) | {"speedup": speedup})
     ideal = ideal_hit(workload)
     result.reference["ideal_block_hit"] = round(ideal, 4)
