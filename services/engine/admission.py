@@ -148,11 +148,11 @@ class AdmissionQueue:
 
     def num_uncached_tokens(self) -> int:
         """Prompt tokens still to compute for those who wait, but for tickets being opened."""
-        return sum(
-            seq.num_uncached_hint
-            for seq in self._waiting
-            if seq.request.state is not RequestState.OPENING
-        )
+        return sum(seq.num_uncached_hint for seq in self.prompts())
+
+    def prompts(self) -> list[Sequence]:
+        """Return those who wait to have a prompt computed."""
+        return [s for s in self._waiting if s.request.state is not RequestState.OPENING]
 
     def _rank(self, seq: Sequence, now: float) -> tuple[int, int, float, int]:
         waited = max(now - seq.waiting_since, 0.0)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from services.common.errors import BlocksExhausted
-from services.common.ids import BlockId
+from services.common.ids import BlockHash, BlockId
 from services.engine.admission import AdmissionQueue, check_request
 from services.engine.api import (
     AttachReleased,
@@ -157,7 +159,8 @@ class Scheduler:
             self._open_ticket(request)
             self._queue.add(request.trunk, now)
             return
-        num_cached = len(self._blocks.cached_prefix(request.trunk)) * self.config.block_size
+        coming = max(len(self._blocks.cached_prefix(request.trunk)), self._shared_ahead(request))
+        num_cached = coming * self.config.block_size
         for seq in request.sequences:
             seq.num_uncached_hint = max(seq.num_tokens - num_cached, 1)
             self._queue.add(seq, now)
@@ -167,6 +170,16 @@ class Scheduler:
         request = self._requests.get(key)
         if request is not None:
             self._end(request, EndReason.CANCELLED, "cancelled", reason, now)
+
+    def _shared_ahead(self, request: Request) -> int:
+        """Return the most leading blocks a prompt shares with one that is still to be computed.
+
+        Else every prompt behind it would count them too: routers would see a queue many times too
+        long, and send what shares the prefix elsewhere.
+        """
+        hashes = request.trunk.known_hashes()
+        pending = [s for s in (*self._queue.prompts(), *self._running) if not s.is_decoding]
+        return max((_num_shared(hashes, seq.known_hashes()) for seq in pending), default=0)
 
     def pause(self, key: RequestKey) -> None:
         """Give a work item no more decode steps; it may still be preempted, and its deadline runs.
@@ -1043,3 +1056,9 @@ def _why_unusable(
 def _standing(seq: Sequence) -> tuple[int, int, int]:
     """Sort key: who keeps its place when memory is short, best first."""
     return (-seq.request.source.priority, seq.request.arrival, seq.choice)
+
+
+def _num_shared(hashes: Seq[BlockHash], others: Seq[BlockHash]) -> int:
+    """Return how many leading blocks are equal; a hash names all blocks before it."""
+    both = range(min(len(hashes), len(others)))
+    return bisect_left(both, 1, key=lambda i: hashes[i] != others[i])

@@ -79,6 +79,21 @@ def test_second_request_reuses_the_prefix_and_computes_at_least_one_token() -> N
     rig.assert_at_rest()
 
 
+def test_a_prefix_that_many_wait_for_counts_once_in_the_queue() -> None:
+    """Routers would see a queue many times too long, and send its prefix elsewhere."""
+    rig = EngineRig(num_blocks=128)
+    shared = prompt_of(160)
+    for idx in range(4):
+        prompt = np.concatenate((shared, prompt_of(20, 50 + idx)))
+        rig.submit(make_request(str(idx), prompt, greedy(4)))
+    assert rig.scheduler.load().queued_uncached_tokens == 180 + 3 * 20
+    rig.submit(make_request("other", prompt_of(100, 99), greedy(4)))
+    assert rig.scheduler.load().queued_uncached_tokens == 180 + 3 * 20 + 100
+    rig.run()
+    assert rig.scheduler.load().queued_uncached_tokens == 0
+    rig.assert_at_rest()
+
+
 def test_generated_blocks_are_cached_for_the_next_turn() -> None:
     rig = EngineRig()
     prompt = prompt_of(16)
