@@ -23,6 +23,7 @@ from services.router.hooks import RequestSummary, RouterHooks
 from services.router.legs import Progress
 from services.router.open_request import OpenRequest
 from services.router.output_buffer import OutputBuffer
+from services.router.output_lengths import OutputLengths
 from services.router.policy import MODES, RETRY_AFTER_MS, RequestFacts, choose
 from services.router.reports import (
     RUNNING,
@@ -69,6 +70,7 @@ class Router:
         self._cluster = ClusterWatch(config, manifest, reader, clock, self._hooks)
         self._conductor = Conductor(config, self._cluster, clock, self._hooks)
         self._recent = RecentRequests(config.max_reports) if recent is None else recent
+        self._lengths = OutputLengths(config.policy.expected_output_tokens)
         self._lag = LoopLag(clock)
         self._gate = Gate(
             config.admission,
@@ -293,6 +295,8 @@ class Router:
             self._note_missed_hint(progress, progress.cached_tokens + check.error_tokens)
         timing = progress.timing(self._clock.now())
         self._cluster.note_handoff(timing)
+        facts, num_output = progress.facts, progress.logical.completion_tokens
+        self._lengths.note(facts.max_tokens, num_output // facts.n, self._clock.now())
         return RequestEnd(
             prompt_tokens=progress.facts.num_tokens,
             cached_tokens=progress.cached_tokens,

@@ -37,7 +37,7 @@ class PolicyConfig:
     displacement: float = 2.0  # how much a full pool adds to the price of new blocks
     default_rate_tok_s: float = 2000.0  # until any worker has measured its own
     default_tbt_us: float = 20_000.0
-    expected_output_tokens: int = 256
+    expected_output_tokens: int = 256  # until answers have shown how long they are
     tie_s: float = 0.002  # costs this close, or within tie_ratio, are equal
     tie_ratio: float = 0.1
     slow_start_s: float = 5.0  # a new worker looks as loaded as its peers, less and less so
@@ -58,6 +58,7 @@ class RequestFacts:
     prefix_root: bytes = b""  # hash of the first block: equal prefixes prefer equal workers
     force_mode: str | None = None
     max_tbt_s: float = 0.0  # what the client calls a good gap between tokens; 0 = it did not say
+    expected_output: int | None = None  # tokens, of one choice; None = nothing is known of such
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def decision_of(
 
 def expected_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
     """Guess the tokens a request will have resident where it decodes."""
-    return facts.num_tokens + min(facts.max_tokens, config.expected_output_tokens) * facts.n
+    return facts.num_tokens + _output_tokens(facts, config) * facts.n
 
 
 @lru_cache(maxsize=4096)  # the same workers at every decision
@@ -268,7 +269,12 @@ def _root32(name: bytes) -> int:
 
 def _decode_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
     """Tokens expected after the first, which prefill makes."""
-    return max(0, min(facts.max_tokens - 1, config.expected_output_tokens))
+    return max(0, min(facts.max_tokens - 1, _output_tokens(facts, config)))
+
+
+def _output_tokens(facts: RequestFacts, config: PolicyConfig) -> int:
+    known = facts.expected_output
+    return min(facts.max_tokens, config.expected_output_tokens if known is None else known)
 
 
 def _rows(arena: Field, depth: Mapping[WorkerId, int]) -> list[cost.Row]:
