@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.bench.result import Bar, BenchFailed, BenchResult, Figure
 from services.router.policy import PolicyConfig
 from services.sim.groups import GroupLoad, group_workload
 from services.sim.mooncake import BadTrace, read_trace
-from services.sim.placement import AFFINITY, OURS, PLAIN_COST, POLICIES, TWO_CHOICES
+from services.sim.placement import AFFINITY, OURS, PLAIN_COST, POLICIES, RANDOM, TWO_CHOICES
 from services.sim.workload import Workload, ideal_hit
 from services.sim.world import ClusterSpec, World
 
@@ -35,6 +35,8 @@ GROUP_REQUESTS = 6000
 GROUP_WORKERS = 8
 GROUP_CACHE = 4800
 GROUP_RATE_TOK_S = 9000.0
+UNDISPLACED = "ours_undisplaced"  # shared state, but what new blocks push out is not priced
+TABLE_POLICIES = (OURS, UNDISPLACED, PLAIN_COST, AFFINITY, TWO_CHOICES, RANDOM)
 WARM_UP = 1 / 3  # of the requests of a group load are not counted
 
 
@@ -91,15 +93,61 @@ def run_trace(
     return result
 
 
+def run_table(
+    traces: Sequence[Path],
+    spec: ClusterSpec,
+    routers: Sequence[int],
+    *,
+    speedup: float,
+    seed: int,
+    tell: Tell,
+) -> BenchResult:
+    """Compare all policies on groups of users and on traces, by number of routers.
+
+    Raises:
+        BenchFailed: a file cannot be read as a trace.
+    """
+    result = run_groups(spec, routers, TABLE_POLICIES, seed, tell)
+    for path in traces:
+        for num_routers in routers:
+            cluster = replace(spec, num_routers=num_routers)
+            part = run_trace(path, cluster, TABLE_POLICIES, speedup=speedup, seed=seed, tell=tell)
+            name = f"{part.figures['load']}_x{speedup:g}_r{num_routers}"
+            result.figures |= {f"{name}.{key}": value for key, value in part.figures.items()}
+            result.reference |= {f"{name}.{key}": value for key, value in part.reference.items()}
+            result.bars += [replace(bar, name=f"{bar.name}, {name}") for bar in part.bars]
+    return result
+
+
+def as_markdown(result: BenchResult) -> str:
+    """Write a table of policies: hit, first tokens in time and mean TTFT, a row for each load."""
+    suffix = f".{OURS}.token_hit"
+    loads = [key.removesuffix(suffix) for key in result.figures if key.endswith(suffix)]
+    rows = [" | ".join((load, *(_cell(result, load, p) for p in TABLE_POLICIES))) for load in loads]
+    head = " | ".join(("load, routers", *TABLE_POLICIES))
+    return "\n".join(
+        f"| {row} |" for row in (head, "|".join(["---"] * (len(TABLE_POLICIES) + 1)), *rows)
+    )
+
+
+def _cell(result: BenchResult, load: str, policy: str) -> str:
+    told = result.figures
+    hit, in_time, mean_s = (
+        told[f"{load}.{policy}.{key}"] for key in ("token_hit", "ttft_attainment", "ttft_mean_s")
+    )
+    return f"{hit} / {in_time} / {mean_s}"
+
+
 def run_groups(
-    routers: Sequence[int], policies: Sequence[str], seed: int, tell: Tell
+    base: ClusterSpec, routers: Sequence[int], policies: Sequence[str], seed: int, tell: Tell
 ) -> BenchResult:
     """Compare the policies on groups of users, by rate and number of routers."""
     result = BenchResult("policy")
     for rate, burst, bar in GROUP_CASES:
         workload = group_workload(GroupLoad(rate, GROUP_REQUESTS, burst), seed)
         for num_routers in routers:
-            spec = ClusterSpec(
+            spec = replace(
+                base,
                 num_prefill=GROUP_WORKERS,
                 num_routers=num_routers,
                 cache_units=GROUP_CACHE,
@@ -121,7 +169,7 @@ def simulate(
     """Run one policy; the first `warm_up` of the requests are not counted."""
     # Displacement and shared state are what is ours; a plain cost has neither.
     config = PolicyConfig() if policy == OURS else PolicyConfig(displacement=0.0)
-    world = World(workload, spec, policy, config, seed)
+    world = World(workload, spec, OURS if policy == UNDISPLACED else policy, config, seed)
     world.run()
     counted = sorted(world.requests, key=lambda r: r.number)[int(len(world.requests) * warm_up) :]
     waits = sorted(r.ttft_s for r in counted)

@@ -131,47 +131,75 @@ def registry(
 @app.command("policy")
 def policy(
     trace: Annotated[
-        Path | None, typer.Option(help="A request trace as Mooncake published them, .jsonl or .gz.")
+        list[Path] | None,
+        typer.Option(help="A request trace as Mooncake published them, .jsonl or .gz."),
     ] = None,
     synthetic_groups: Annotated[
         bool, typer.Option("--synthetic-groups", help="Users in groups, at several rates.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="All policies, on groups and on every --trace given.")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="With --table: print a table after the figures.")
     ] = False,
     policy_: Annotated[
         str, typer.Option("--policy", help="One of them; all and their bars if left out.")
     ] = "",
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 8,
     cache_blocks: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Blocks of 512 tokens each of them holds.")
+        int, typer.Option(min=1, max=1_000_000, help="Blocks of 512 tokens each worker holds.")
     ] = 4000,
     routers: Annotated[
-        str, typer.Option(help="Router replicas; with --synthetic-groups numbers with commas.")
+        str, typer.Option(help="Router replicas; numbers with commas but for a single --trace.")
     ] = "1",
     speedup: Annotated[
         float, typer.Option(min=0.01, max=1000, help="How much faster than traced prompts arrive.")
     ] = 1.0,
+    hint_lag_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, help="From a change of a cache to its hints.")
+    ] = 10.0,
+    hint_loss: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of publishes that never arrive.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     json_: Json = True,
 ) -> int:
     """Policies of placement on the same simulated workers: hits, balance, first tokens in time."""
-    from services.bench.policy import chosen_policies, run_groups, run_trace
+    from services.bench.policy import as_markdown, chosen_policies, run_groups, run_table, run_trace
     from services.sim.placement import POLICIES
     from services.sim.world import ClusterSpec
 
-    if (trace is None) != synthetic_groups:
-        raise typer.BadParameter("give either --trace or --synthetic-groups")
+    traces = trace or []
+    if not table and (len(traces), synthetic_groups) not in ((1, False), (0, True)):
+        raise typer.BadParameter("give one --trace, or --synthetic-groups, or --table")
     if policy_ and policy_ not in POLICIES:
         raise typer.BadParameter(f"{policy_!r}: one of {', '.join(POLICIES)}")
-    counts, policies, progress = (
-        _numbers(routers, MAX_ROUTERS),
-        chosen_policies(policy_),
-        Progress(),
+    if table and (policy_ or synthetic_groups):
+        raise typer.BadParameter("--table runs all policies, and the groups too")
+    if markdown and not table:
+        raise typer.BadParameter("--markdown needs --table")
+    counts, progress = _numbers(routers, MAX_ROUTERS), Progress()
+    spec = ClusterSpec(
+        num_prefill=prefill,
+        num_routers=counts[0],
+        cache_units=cache_blocks,
+        hint_lag_s=hint_lag_ms / 1000,
+        hint_loss=hint_loss,
     )
-    if trace is None:
-        return _show(run_groups(counts, policies, seed, progress), progress, as_json=json_)
+    if table:
+        result = run_table(traces, spec, counts, speedup=speedup, seed=seed, tell=progress)
+        code = _show(result, progress, as_json=json_)
+        if markdown:
+            typer.echo(as_markdown(result))
+        return code
+    if not traces:
+        result = run_groups(spec, counts, chosen_policies(policy_), seed, progress)
+        return _show(result, progress, as_json=json_)
     if len(counts) != 1:
-        raise typer.BadParameter("a trace is replayed by one number of --routers")
-    spec = ClusterSpec(num_prefill=prefill, num_routers=counts[0], cache_units=cache_blocks)
-    result = run_trace(trace, spec, policies, speedup=speedup, seed=seed, tell=progress)
+        raise typer.BadParameter("a single trace is replayed by one number of --routers")
+    policies = chosen_policies(policy_)
+    result = run_trace(traces[0], spec, policies, speedup=speedup, seed=seed, tell=progress)
     return _show(result, progress, as_json=json_)
 
 

@@ -292,6 +292,9 @@ class RegistryTwin:
             self._store(field_name, kept)
 
     def _edit(self, field_name: bytes, mine: Tagged, valid: set[Owner], *, is_add: bool) -> None:
+        if is_add and field_name not in self._hints:
+            self._hints[field_name] = [mine]
+            return
         slot = mine[0] & _SLOT_MASK
         kept = [
             (tagged, gen)

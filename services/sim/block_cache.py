@@ -22,6 +22,10 @@ class BlockCache:
     def __len__(self) -> int:
         return len(self._units)
 
+    def units(self) -> list[tuple[int, int]]:
+        """Return all units held, each with its filled tokens."""
+        return list(self._units.items())
+
     def match(self, units: Sequence[int]) -> int:
         """Return how many leading units are held."""
         return next((i for i, unit in enumerate(units) if unit not in self._units), len(units))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from services.common.ids import WorkerId
+from services.common.ids import Incarnation, WorkerId
+from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.cost import Booked, mix32
 from services.registry.schema import unpack_fields
@@ -32,6 +33,7 @@ from services.sim.workers import Request
 OURS, AFFINITY, TWO_CHOICES, PLAIN_COST, RANDOM, ROUND_ROBIN = (
     "ours", "affinity", "two_choices", "plain_cost", "random", "round_robin",
 )  # fmt: skip
+HINTED = frozenset({OURS, PLAIN_COST})  # that look at hints
 POLICIES = (OURS, AFFINITY, TWO_CHOICES, PLAIN_COST, RANDOM, ROUND_ROBIN)
 
 
@@ -46,8 +48,12 @@ class Placement(Protocol):
         """Learn a worker's load."""
         ...
 
-    def ended(self, request: Request) -> None:
-        """Learn that a request is complete."""
+    def handed_off(self, request: Request) -> None:
+        """Learn, once or more often, that a request is done where it was placed."""
+        ...
+
+    def laid_out(self, arena: Field) -> None:
+        """Learn that a worker has a new generation."""
         ...
 
 
@@ -69,8 +75,12 @@ class SharedPlacement:
     def reported(self, slot: int, load: LoadReport, now: float) -> None:
         """Nothing: the store has the report."""
 
-    def ended(self, request: Request) -> None:
+    def handed_off(self, request: Request) -> None:
         """Nothing: the store is told of every end."""
+
+    def laid_out(self, arena: Field) -> None:
+        """Ask for the workers as they are now."""
+        self.arena = arena
 
     def _decide(self, batch: Sequence[Request], now_ms: int) -> list[int]:
         asks = [
@@ -112,18 +122,22 @@ class LocalPlacement:
         self._loads[slot] = load
         self._bookings.load_reported(self.workers[slot].worker_id, now)
 
-    def ended(self, request: Request) -> None:
+    def handed_off(self, request: Request) -> None:
         """Release its booking."""
-        self._bookings.release(self._open.pop(request.number))
+        booking = self._open.pop(request.number, None)
+        if booking is not None:
+            self._bookings.release(booking)
+
+    def laid_out(self, arena: Field) -> None:
+        """Ask for the workers as they are now."""
+        self.arena = arena
 
     def _place_one(self, request: Request, now: float) -> int:
         prefill = [slot for slot, w in self.workers.items() if w.role == "prefill"]
         uncached = request.facts.num_tokens
         if self.rule == PLAIN_COST:
-            decision = self._cheapest(request, now)
-            slot = next(
-                s for s in prefill if self.workers[s].worker_id == decision.worker.worker_id
-            )
+            decision = request.decision = self._cheapest(request, now)
+            slot = self.arena.places[decision.worker.worker_id]
             uncached = decision.terms[0].uncached_tokens
         elif self.rule == AFFINITY:
             root = int.from_bytes(request.facts.prefix_root[:4], "little")
@@ -172,6 +186,14 @@ class LocalPlacement:
             for slot, w in self.workers.items()
         )
         return ClusterView(workers, now)
+
+
+def worker_info(worker_id: WorkerId, role: str) -> WorkerInfo:
+    """Describe a worker whose KV all others can use."""
+    return WorkerInfo(
+        worker_id, Incarnation(1), "127.0.0.1:1", role, "simulated", "simulated", {}, "0" * 64,
+        BLOCK_TOKENS, 1 << 24, 0,
+    )  # fmt: skip
 
 
 def worker_view(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.schema import HASH_FIELD_BYTES
@@ -31,6 +32,7 @@ class Workload:
     name: str
     unit_tokens: int
     arrivals: tuple[Arrival, ...]
+    _names: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.unit_tokens % STRIDE_TOKENS or not 0 < self.unit_tokens <= MAX_UNIT_TOKENS:
@@ -43,8 +45,12 @@ class Workload:
 
     def unit_names(self, unit: int) -> bytes:
         """Return the hint fields of one unit."""
-        size = self.unit_tokens // STRIDE_TOKENS * HASH_FIELD_BYTES
-        return hashlib.blake2b(struct.pack("<q", unit), digest_size=size).digest()
+        names = self._names.get(unit)
+        if names is None:
+            size = self.unit_tokens // STRIDE_TOKENS * HASH_FIELD_BYTES
+            names = hashlib.blake2b(struct.pack("<q", unit), digest_size=size).digest()
+            self._names[unit] = names
+        return names
 
 
 def faster(arrivals: Sequence[Arrival], speedup: float) -> tuple[Arrival, ...]:
@@ -68,3 +74,8 @@ def ideal_hit(workload: Workload) -> float:
 def leading_run(units: Sequence[int], held: set[int]) -> int:
     """Return how many of the first units are held without a gap."""
     return next((i for i, unit in enumerate(units) if unit not in held), len(units))
+
+
+def shared_run(units: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many of the first units two prompts share; equal units follow equal ones."""
+    return bisect_left(range(min(len(units), len(others))), 1, key=lambda i: units[i] != others[i])

@@ -1,25 +1,27 @@
 """A cluster in virtual time: one heap of events, the router's and the registry's real decisions.
 
-Prompts are placed by one of the policies, computed in order, handed to decode workers that the
-store's script chooses, and published with a lag. Nothing but the seed decides what happens.
+Requests are placed by one of the policies, computed in order, decoded where the store's script or
+the first decision says, and published with a lag. Nothing but the seed decides what happens.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from services.common.ids import BlockHash, Incarnation, WorkerId
-from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
-from services.registry.base import HintChange, LoadReport, WorkerInfo
+from services.common.ids import BlockHash, WorkerId
+from services.kv.layout import HINT_STRIDE_BLOCKS
+from services.registry.base import HintChange, LoadReport
 from services.registry.cost import Booked
 from services.registry.schema import HASH_FIELD_BYTES, pack_fields
 from services.registry.scripts import RouteAsk
 from services.registry.twin import RegistryTwin
 from services.router.hint_check import check_hints
+from services.router.output_lengths import OutputLengths
 from services.router.policy import (
     NO_LINKS,
     REMOTE,
@@ -32,11 +34,21 @@ from services.router.policy import (
 from services.router.route_desk import HOLD_EVERY_S
 from services.router.view import ClusterView, WorkerView
 from services.sim.block_cache import BlockCache
-from services.sim.placement import OURS, LocalPlacement, Placement, SharedPlacement, worker_view
-from services.sim.workers import DecodeWorker, PrefillWorker, Request
+from services.sim.placement import (
+    HINTED,
+    OURS,
+    LocalPlacement,
+    Placement,
+    SharedPlacement,
+    worker_info,
+    worker_view,
+)
+from services.sim.workers import Pace, Request, Worker
 from services.sim.workload import Arrival, Workload
 
 MAX_EVENTS = 50_000_000
+LEASE_MS = 1 << 40  # nobody dies here, so idle workers need not renew
+_NOTHING = HintChange((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +58,15 @@ class ClusterSpec:
     num_prefill: int = 8
     num_decode: int = 8
     num_routers: int = 1
-    cache_units: int = 4000  # of each prefill worker
+    cache_units: int = 4000  # of each worker
     prefill_tok_s: float = 20_000.0
-    decode_kv_tokens: int = 4_000_000
+    chunk_tokens: int = 2048  # of a prompt, in one step
     tbt_a_us: float = 12_000.0
     tbt_b_us: float = 0.01
-    publish_lag_s: float = 0.01
+    handoff_s: float = 0.005
+    max_output_tokens: int = 2048  # what clients allow; their answers are shorter
+    hint_lag_s: float = 0.01  # from a change of a cache to its hints
+    hint_loss: float = 0.0  # share of publishes that never arrive
     heartbeat_s: float = 0.5
 
 
@@ -65,13 +80,22 @@ class World:
     config: PolicyConfig
     seed: int = 0
     requests: list[Request] = field(default_factory=list)
-    prefill: dict[int, PrefillWorker] = field(default_factory=dict)
-    decode: dict[int, DecodeWorker] = field(default_factory=dict)
+    prefill: dict[int, Worker] = field(default_factory=dict)
+    decode: dict[int, Worker] = field(default_factory=dict)
     num_events: int = 0
-    _twin: RegistryTwin = field(default_factory=lambda: RegistryTwin(sweep_buckets=0))
+    num_resyncs: int = 0
+    _workers: dict[int, Worker] = field(default_factory=dict)  # of both pools
+    _twin: RegistryTwin = field(
+        default_factory=lambda: RegistryTwin(lease_ms=LEASE_MS, sweep_buckets=0)
+    )
     _views: dict[int, WorkerView] = field(default_factory=dict)
     _seqs: dict[int, int] = field(default_factory=dict)
+    _due: dict[int, float] = field(default_factory=dict)  # when a worker completes something
+    _beating: set[int] = field(default_factory=set)  # workers whose next heartbeat is planned
     _placements: list[Placement] = field(default_factory=list)
+    _lengths: list[OutputLengths] = field(default_factory=list)  # by router
+    _lost: random.Random = field(default_factory=random.Random)  # which publishes are
+    _arena: Field | None = None
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _now: float = 0.0
     _open: dict[int, Request] = field(default_factory=dict)
@@ -83,12 +107,22 @@ class World:
         rng = random.Random(self.seed)
         for at, group in groupby(self.workload.arrivals, key=lambda a: a.at_s):
             self._arrive_at(at, list(group), rng)
-        for slot in self._views:
-            self._at(0.0, lambda slot=slot: self._heartbeat(slot))  # type: ignore[misc]
-        self._at(HOLD_EVERY_S, self._hold)
+        self._at(HOLD_EVERY_S, self._keep)
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
             event()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless everything begun has ended and been released."""
+        assert not self._open
+        assert not self._to_come
+        assert len(self._twin.reservations) == 0
+        for worker in self._workers.values():
+            assert worker.is_idle
+            assert not worker.waiting
+            assert worker.resident_tokens == 0
+            assert len(worker.cache) <= worker.capacity_units
+        assert all(r.ended_at is not None for r in self.requests)
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         self.num_events += 1
@@ -96,35 +130,22 @@ class World:
             raise RuntimeError("the simulation does not end")
         heapq.heappush(self._events, (when, self.num_events, event))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless everything begun has ended and been released."""
-        assert not self._open
-        assert not self._to_come
-        assert len(self._twin.reservations) == 0
-        for prefill in self.prefill.values():
-            assert prefill.running is None
-            assert not prefill.waiting
-            assert len(prefill.cache) <= prefill.capacity_units
-        for decode in self.decode.values():
-            assert (decode.running, decode.resident_tokens) == (0, 0)
-        assert all(r.ended_at is not None for r in self.requests)
-
     # -- the cluster -------------------------------------------------------------------------
 
     def _build(self) -> None:
         spec = self.spec
-        for i in range(spec.num_prefill):
-            prefill = PrefillWorker(
-                self.workload, BlockCache(spec.cache_units), spec.cache_units, spec.prefill_tok_s
-            )
-            self.prefill[self._join(f"prefill-{i}", "prefill", prefill.load(0.0))] = prefill
-        for i in range(spec.num_decode):
-            decode = DecodeWorker(
-                spec.decode_kv_tokens, spec.prefill_tok_s, spec.tbt_a_us, spec.tbt_b_us
-            )
-            self.decode[self._join(f"decode-{i}", "decode", decode.load())] = decode
-        arena = self._lay_out()
+        self._lost = random.Random(f"{self.seed}/lost")
+        for role, number, pool in (
+            ("prefill", spec.num_prefill, self.prefill),
+            ("decode", spec.num_decode, self.decode),
+        ):
+            for i in range(number):
+                pace = Pace(spec.prefill_tok_s, spec.chunk_tokens, spec.tbt_a_us, spec.tbt_b_us)
+                worker = Worker(self.workload, BlockCache(spec.cache_units), spec.cache_units, pace)
+                pool[self._join(WorkerId(f"{role}-{i}"), role, worker)] = worker
+        self._arena = arena = self._lay_out()
         for i in range(spec.num_routers):
+            self._lengths.append(OutputLengths(self.config.expected_output_tokens))
             self._placements.append(self._placement(i, arena))
         for slot, view in self._views.items():
             for placement in self._placements:
@@ -140,42 +161,73 @@ class World:
         view = ClusterView(tuple(self._views.values()), self._now)
         return lay_out(view, self.config, NO_LINKS, sources=sources, by_slot=True)
 
-    def _join(self, name: str, role: str, load: LoadReport) -> int:
-        info = WorkerInfo(
-            WorkerId(name), Incarnation(1), "127.0.0.1:1", role, "simulated", "simulated", {},
-            "0" * 64, BLOCK_TOKENS, 1 << 24, 0,
-        )  # fmt: skip
-        answer = self._twin.join(info, "live", load, proposed_gen=1, is_rejoin=False, now_ms=0)
-        self._views[answer.slot] = worker_view(answer.slot, answer.gen, info, load, Booked())
-        self._seqs[answer.slot] = 0
-        return answer.slot
-
-    def _load(self, slot: int) -> LoadReport:
-        worker = self.prefill.get(slot)
-        return self.decode[slot].load() if worker is None else worker.load(self._now)
+    def _join(self, worker_id: WorkerId, role: str, worker: Worker) -> int:
+        """Let a worker join, or join again with all its hints void."""
+        info, load = worker_info(worker_id, role), worker.load(self._now)
+        answer = self._twin.join(
+            info, "live", load, proposed_gen=1, is_rejoin=False, now_ms=self._now_ms()
+        )
+        slot = answer.slot
+        self._views[slot] = worker_view(slot, answer.gen, info, load, Booked())
+        self._workers[slot], self._seqs[slot] = worker, 0
+        return slot
 
     def _now_ms(self) -> int:
         return round(self._now * 1000)
 
-    def _heartbeat(self, slot: int) -> None:
-        load = self._load(slot)
+    def _beat(self, slot: int) -> None:
+        """Report a load now and then, until it does not change any more."""
+        self._beating.discard(slot)
+        load = self._workers[slot].load(self._now)
         self._twin.renew(slot, self._views[slot].slot_gen, "live", load, self._now_ms())
         self._tell(slot, load)
-        if self._to_come or self._open:
-            self._at(self._now + self.spec.heartbeat_s, lambda: self._heartbeat(slot))
+        if not self._workers[slot].is_idle:
+            self._beat_later(slot)
 
-    def _hold(self) -> None:
+    def _beat_later(self, slot: int) -> None:
+        """Plan the next heartbeat; each worker has instants of its own, however idle it was."""
+        if slot not in self._beating:
+            self._beating.add(slot)
+            every, phase = self.spec.heartbeat_s, slot / len(self._workers)
+            when = (math.floor(self._now / every - phase) + 1 + phase) * every
+            if when <= self._now:  # by rounding
+                when += every
+            self._at(when, lambda: self._beat(slot))
+
+    def _keep(self) -> None:
         for request in self._open.values():
             for rid in (request.rid, request.rid + "d"):
                 self._twin.reservations.hold(rid, self._now_ms())
         if self._to_come or self._open:
-            self._at(self._now + HOLD_EVERY_S, self._hold)
+            self._at(self._now + HOLD_EVERY_S, self._keep)
+
+    def _publish_later(self, slot: int, change: HintChange) -> None:
+        is_wanted = self.rule in HINTED and (change.added or change.removed)
+        told = change if is_wanted else _NOTHING  # the load is told with it in any case
+        self._at(self._now + self.spec.hint_lag_s, lambda: self._publish(slot, told))
 
     def _publish(self, slot: int, change: HintChange) -> None:
         self._seqs[slot] += 1
-        load, owner = self._load(slot), (slot, self._views[slot].slot_gen)
-        self._twin.publish(owner, self._seqs[slot], change, load=load, now_ms=self._now_ms())
+        if self.spec.hint_loss and self._lost.random() < self.spec.hint_loss:
+            return
+        if not self._tell_store(slot, change):
+            # Something was lost before it. As a worker does: a new generation, and all again.
+            self.num_resyncs += 1
+            worker, info = self._workers[slot], self._views[slot].info
+            self._join(info.worker_id, info.role, worker)
+            self._arena = arena = self._lay_out()
+            for placement in self._placements:
+                placement.laid_out(arena)
+            self._seqs[slot] = 1
+            is_taken = self._tell_store(slot, worker.held())
+            assert is_taken, "a worker that has just joined is in sequence"
+
+    def _tell_store(self, slot: int, change: HintChange) -> bool:
+        load, owner = self._workers[slot].load(self._now), (slot, self._views[slot].slot_gen)
+        now_ms = self._now_ms()
+        said = self._twin.publish(owner, self._seqs[slot], change, load=load, now_ms=now_ms)
         self._tell(slot, load)
+        return said == "OK"
 
     def _tell(self, slot: int, load: LoadReport) -> None:
         for placement in self._placements:
@@ -202,66 +254,93 @@ class World:
             self.requests.append(request)
             self._open[request.number] = request
             request.prefill_slot = slot
-            self.prefill[slot].submit(request)
-            self._start(slot)
+            self._workers[slot].submit(request, self._now)
+            self._beat_later(slot)
+            self._plan(slot)
 
     def _request(self, router: int, number: int, arrival: Arrival) -> Request:
-        names = self.workload.names(arrival)
+        names, allowed = self.workload.names(arrival), self.spec.max_output_tokens
+        allowed = max(allowed, arrival.output_tokens)
         facts = RequestFacts(
             request_id=f"{number}",
             num_tokens=arrival.num_tokens,
-            max_tokens=arrival.output_tokens,
+            max_tokens=allowed,
             prefix_root=names[:HASH_FIELD_BYTES],
-            force_mode=REMOTE,
+            expected_output=self._lengths[router].expected(allowed),
         )
         return Request(number, router, arrival, facts, names)
 
-    def _start(self, slot: int) -> None:
-        done_at = self.prefill[slot].start(self._now)
-        if done_at is not None:
-            self._at(done_at, lambda: self._prefill_done(slot))
+    def _plan(self, slot: int) -> None:
+        """Look at a worker again when it completes something; what was planned before is void."""
+        when = self._workers[slot].next_at()
+        if self._due.get(slot) != when:
+            self._due[slot] = when
+            if when < math.inf:
+                self._at(when, lambda: self._complete(slot, when))
 
-    def _prefill_done(self, slot: int) -> None:
-        request, change = self.prefill[slot].finish()
+    def _complete(self, slot: int, planned: float) -> None:
+        if self._due.get(slot) != planned:
+            return
+        del self._due[slot]
+        request, change = self._workers[slot].complete(self._now)
+        if change is None:
+            self._end(request)
+        else:
+            self._computed(request, slot, change)
+        self._plan(slot)
+
+    def _computed(self, request: Request, slot: int, change: HintChange) -> None:
+        """A prompt is over here: its answer goes on where that was decided, or is now."""
         request.first_token_at = self._now
-        self._at(self._now + self.spec.publish_lag_s, lambda: self._publish(slot, change))
-        self._start(slot)
+        self._publish_later(slot, change)
         if request.arrival.output_tokens == 1:
             self._end(request)
-            return
-        self._twin.release(request.rid, self._lies(request))
-        worker = self._take_over(request, slot)
-        self._at(worker.join(request, self._now), lambda: self._decode_done(request, worker))
+        elif request.mode == REMOTE:
+            self._twin.release(request.rid, self._lies(request))
+            self._placements[request.router].handed_off(request)
+            to = self._take_over(request, slot)
+            self._at(self._now + self.spec.handoff_s, lambda: self._decode(request, to))
+        else:
+            self._workers[slot].join(request, self._now)
 
-    def _take_over(self, request: Request, slot: int) -> DecodeWorker:
+    def _take_over(self, request: Request, slot: int) -> int:
         source = self._views[slot]
-        arena = self._lay_out(source)
+        arena = self._arena
+        assert arena is not None, "the cluster was built before its first request"
         ask = ask_to_take_over(request.facts, source, self.config, arena, frozenset())
         (verdict,) = self._twin.route(
             arena.weights, arena.candidates, arena.pairs,
             [RouteAsk(ask, rid=request.rid + "d")], self._now_ms(),
         )  # fmt: skip
         assert verdict is not None, "no decode worker of a simulation ever leaves"
-        return self.decode[verdict.chosen.slot]
+        return verdict.chosen.slot
 
-    def _decode_done(self, request: Request, worker: DecodeWorker) -> None:
-        worker.leave(request)
-        self._end(request)
+    def _decode(self, request: Request, slot: int) -> None:
+        change = self._workers[slot].join(request, self._now)
+        self._publish_later(slot, change)
+        self._beat_later(slot)
+        self._plan(slot)
 
     def _end(self, request: Request) -> None:
         request.ended_at = self._now
         del self._open[request.number]
         self._twin.release(request.rid, self._lies(request))
         self._twin.release(request.rid + "d")
-        self._placements[request.router].ended(request)
+        self._placements[request.router].handed_off(request)
+        self._lengths[request.router].note(
+            request.facts.max_tokens, request.arrival.output_tokens, self._now
+        )
 
     def _lies(self, request: Request) -> bytes:
         """Hints that the worker did not honour, as the router finds them."""
-        if request.decision is None:
+        decision = request.decision
+        if decision is None or decision.is_local:
             return b""
+        if decision.terms[0].hint_tokens <= request.cached_tokens:
+            return b""  # the chain below is long
         size = HASH_FIELD_BYTES
         names = [request.names[i : i + size] for i in range(0, len(request.names), size)]
         chain = [BlockHash(name) for name in names for _ in range(HINT_STRIDE_BLOCKS)]
         num_tokens = request.facts.num_tokens
-        check = check_hints(request.decision, request.cached_tokens, num_tokens, chain)
+        check = check_hints(decision, request.cached_tokens, num_tokens, chain)
         return pack_fields(check.lies)

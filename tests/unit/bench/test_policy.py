@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.bench import policy as bench
 from services.bench.policy import run_trace
 from services.bench.result import BenchFailed
 from services.cli import exits
@@ -27,6 +28,23 @@ def test_a_trace_without_bars_of_its_own_is_only_measured() -> None:
     assert (result.bars, result.exit_code) == ([], 0)
 
 
+def test_the_table_has_a_row_for_each_load_and_number_of_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "GROUP_CASES", ((30.0, 1, 0.5),))
+    monkeypatch.setattr(bench, "GROUP_REQUESTS", 60)
+    monkeypatch.setattr(bench, "TABLE_POLICIES", (OURS, RANDOM))
+    result = bench.run_table([SLICE], SPEC, (1, 2), speedup=2.0, seed=0, tell=silent)
+    assert [bar.name for bar in result.bars] == [f"hit, 30rps_burst1_r{r}" for r in (1, 2)]
+    head, _, *rows = bench.as_markdown(result).splitlines()
+    assert head == f"| load, routers | {OURS} | {RANDOM} |"
+    names = ("30rps_burst1", f"{SLICE.name.split('.')[0]}_x2")
+    assert [row.split(" | ")[0] for row in rows] == [f"| {n}_r{r}" for n in names for r in (1, 2)]
+    told = ("token_hit", "ttft_attainment", "ttft_mean_s")
+    cell = [str(result.figures[f"30rps_burst1_r1.{OURS}.{key}"]) for key in told]
+    assert rows[0].split(" | ")[1] == " / ".join(cell)
+
+
 def test_what_is_no_trace_cannot_be_replayed(tmp_path: Path) -> None:
     bad = tmp_path / "trace.jsonl.gz"
     for content in (None, b"no gzip"):
@@ -43,6 +61,9 @@ def test_what_is_no_trace_cannot_be_replayed(tmp_path: Path) -> None:
         ("--trace", str(SLICE), "--synthetic-groups"),
         ("--trace", str(SLICE), "--policy", "best"),
         ("--trace", str(SLICE), "--routers", "1,4"),
+        ("--trace", str(SLICE), "--trace", str(SLICE)),
+        ("--table", "--policy", OURS),
+        ("--trace", str(SLICE), "--markdown"),
     ],
 )
 def test_impossible_arguments_are_refused(words: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.bench.policy import simulate
-from services.router.policy import PolicyConfig
+from services.router.policy import LOCAL, REMOTE, PolicyConfig
 from services.sim.groups import GroupLoad, group_workload
 from services.sim.mooncake import read_trace
 from services.sim.placement import AFFINITY, OURS, PLAIN_COST, POLICIES, RANDOM
@@ -40,7 +40,8 @@ def test_every_prompt_is_computed_once_and_nothing_stays_reserved(
     trace: Workload, policy: str
 ) -> None:
     world = finished(trace, ClusterSpec(num_prefill=3, num_decode=2, num_routers=2), policy)
-    computed = sum(worker.work_tokens for worker in world.prefill.values())
+    workers = (*world.prefill.values(), *world.decode.values())
+    computed = sum(worker.work_tokens for worker in workers)
     owed = sum(r.facts.num_tokens - r.cached_tokens for r in world.requests)
     assert computed == owed
     hits = sum(r.cached_units for r in world.requests)
@@ -54,6 +55,27 @@ def test_a_seed_decides_everything(trace: Workload, policy: str) -> None:
     runs = [finished(trace, spec, policy, seed=3) for _ in range(2)]
     told = [[(r.number, r.prefill_slot, r.first_token_at) for r in run.requests] for run in runs]
     assert told[0] == told[1]
+
+
+def test_lost_hints_are_told_again_and_late_ones_cost_little(trace: Workload) -> None:
+    """A gap in a worker's publishes makes it join anew and tell all it holds."""
+    hits = {}
+    for loss, lag_s in ((0.0, 0.01), (0.3, 0.01), (0.0, 5.0)):
+        spec = ClusterSpec(num_prefill=3, num_decode=2, hint_loss=loss, hint_lag_s=lag_s)
+        world = finished(trace, spec, OURS)
+        assert (world.num_resyncs > 0) == (loss > 0)
+        hits[loss, lag_s] = sum(r.cached_units for r in world.requests)
+    assert min(hits.values()) > 0.9 * max(hits.values())
+
+
+def test_prompts_go_where_the_argmin_of_all_modes_says() -> None:
+    """Whose prompt a decode worker holds but for little needs no prefill worker."""
+    load = GroupLoad(2.0, 200, num_groups=4, num_users=2)
+    world = finished(group_workload(load, 0), ClusterSpec(2, 2, cache_units=2000), OURS)
+    modes = {r.mode for r in world.requests}
+    assert {REMOTE, LOCAL} <= modes
+    for request in world.requests:
+        assert (request.prefill_slot in world.decode) == (request.mode == LOCAL)
 
 
 def test_one_worker_finds_the_ideal_hit_where_nothing_is_evicted(trace: Workload) -> None:
