@@ -181,7 +181,7 @@ class GatewayServer:
             else:
                 port = server.add_secure_port(address, tls.server_credentials())
         except RuntimeError:
-            raise ConfigError(f"cannot listen on {address} for gRPC") from None
+            raise ConfigError(f"cannot listen on {address} for gRPC (router.grpc_port)") from None
         await server.start()
         return port
 
@@ -289,7 +289,9 @@ def _listen(address: str, *, is_shared: bool = False) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {address} for HTTP: {error}") from None
+        raise ConfigError(
+            f"cannot listen on {address} for HTTP (router.http_port): {error}"
+        ) from None
     listener.setblocking(False)
     return listener
 
