@@ -137,11 +137,11 @@ def policy(
     synthetic_groups: Annotated[
         bool, typer.Option("--synthetic-groups", help="Users in groups, at several rates.")
     ] = False,
-    table: Annotated[
-        bool, typer.Option("--table", help="All policies, on groups and on every --trace given.")
+    whole: Annotated[
+        bool, typer.Option("--whole", help="All policies, on groups and on every --trace given.")
     ] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="With --table: print a table after the figures.")
+        bool, typer.Option("--markdown", help="With --whole: print a table after the figures.")
     ] = False,
     policy_: Annotated[
         str, typer.Option("--policy", help="One of them; all and their bars if left out.")
@@ -171,14 +171,14 @@ def policy(
     from services.sim.world import ClusterSpec
 
     traces = trace or []
-    if not table and (len(traces), synthetic_groups) not in ((1, False), (0, True)):
-        raise typer.BadParameter("give one --trace, or --synthetic-groups, or --table")
+    if not whole and (len(traces), synthetic_groups) not in ((1, False), (0, True)):
+        raise typer.BadParameter("give one --trace, or --synthetic-groups, or --whole")
     if policy_ and policy_ not in POLICIES:
         raise typer.BadParameter(f"{policy_!r}: one of {', '.join(POLICIES)}")
-    if table and (policy_ or synthetic_groups):
-        raise typer.BadParameter("--table runs all policies, and the groups too")
-    if markdown and not table:
-        raise typer.BadParameter("--markdown needs --table")
+    if whole and (policy_ or synthetic_groups):
+        raise typer.BadParameter("--whole runs all policies, and the groups too")
+    if markdown and not whole:
+        raise typer.BadParameter("--markdown needs --whole")
     counts, progress = _numbers(routers, MAX_ROUTERS), Progress()
     spec = ClusterSpec(
         num_prefill=prefill,
@@ -187,7 +187,7 @@ def policy(
         hint_lag_s=hint_lag_ms / 1000,
         hint_loss=hint_loss,
     )
-    if table:
+    if whole:
         result = run_table(traces, spec, counts, speedup=speedup, seed=seed, tell=progress)
         code = _show(result, progress, as_json=json_)
         if markdown:

@@ -62,7 +62,7 @@ def test_what_is_no_trace_cannot_be_replayed(tmp_path: Path) -> None:
         ("--trace", str(SLICE), "--policy", "best"),
         ("--trace", str(SLICE), "--routers", "1,4"),
         ("--trace", str(SLICE), "--trace", str(SLICE)),
-        ("--table", "--policy", OURS),
+        ("--whole", "--policy", OURS),
         ("--trace", str(SLICE), "--markdown"),
     ],
 )

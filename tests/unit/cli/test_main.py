@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from services.cli import doctor_checks, exits
-from services.cli.main import run
+from services.cli.main import app, run
 from services.cli.status_file import StatusFile
 
 
@@ -265,3 +268,17 @@ def test_status_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     file.write({"state": "ready"})
     assert json.loads(path.read_text()) == {"state": "ready"}
     assert [entry.name for entry in path.parent.iterdir()] == ["status.json"]
+
+
+def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for child, its in getattr(command, "commands", {}).items():
+        yield from _commands(f"{name} {child}", its)
+
+
+def test_no_flag_of_a_command_means_two_things() -> None:
+    """The parser takes the first silently: `--table` was the other side of `--json` once."""
+    for name, command in _commands("isthmus", typer.main.get_command(app)):
+        flags = [f for parameter in command.params for f in parameter.opts]
+        flags += [f for parameter in command.params for f in parameter.secondary_opts]
+        assert len(flags) == len(set(flags)), f"{name}: {sorted(flags)}"
