@@ -8,7 +8,7 @@ Between two pulls both are stopped: threads that poll would take cores from what
 
     python -m services.bench.other_systems serve|read NAME SETTINGS
 
-Mooncake's end follows its documented interface and has not been run.
+Mooncake's end speaks TCP, its only way without network adapters that read memory by themselves.
 """
 
 from __future__ import annotations
