@@ -98,21 +98,26 @@ def test_many_batches_arrive_in_order_and_no_global_group_is_used(make: Make) ->
 
 
 def test_groups_listen_on_the_given_address_only(make: Make) -> None:
+    before = listening()  # servers of earlier tests, until they are collected
     prefill, decode = make(ONLY)
     hand_off(prefill, decode, "k")
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_fd(fd)}
-    listening = []
+    ours = {socket: address for socket, address in listening().items() if socket not in before}
+    assert len(ours) >= 3  # the ROUTER and a device at each end
+    assert set(ours.values()) == {"0100007F"}
+
+
+def listening() -> dict[str, str]:
+    """Return the sockets of this process that listen, and the address each does on."""
+    files = Path("/proc/self/fd")
+    own = {os.readlink(files / fd) for fd in os.listdir(files) if (files / fd).is_symlink()}
+    found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                listening.append(fields[1].partition(":")[0])
-    assert len(listening) >= 3  # the ROUTER and a device at each end
-    assert set(listening) == {"0100007F"}
-
-
-def _is_fd(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
+            socket = f"socket:[{fields[9]}]"
+            if fields[3] == "0A" and socket in own:
+                found[socket] = fields[1].partition(":")[0]
+    return found
 
 
 # ---- abort --------------------------------------------------------------------------------------
