@@ -119,19 +119,17 @@ def test_every_catalogue_entry_is_written_by_the_code() -> None:
 
 def test_every_span_attribute_is_set_where_its_span_is() -> None:
     """Attributes are keyword arguments, in a file that names the span."""
-    keywords: dict[str, set[str]] = {}
+    keywords: dict[Path, set[str]] = {}
+    named_in: dict[str, set[Path]] = {}
     for path, node in uses_of(CATALOG):
         if isinstance(node, ast.Call):
             found = {keyword.arg for keyword in node.keywords if keyword.arg}
-            keywords.setdefault(str(path), set()).update(found)
+            keywords.setdefault(path, set()).update(found)
+        elif isinstance(node, ast.Attribute):
+            named_in.setdefault(node.attr, set()).add(path)
     for constant, span in vars(catalog).items():
         if isinstance(span, catalog.Span):
-            paths = {
-                str(path)
-                for path, node in uses_of(CATALOG)
-                if isinstance(node, ast.Attribute) and node.attr == constant
-            }
-            given = set().union(*(keywords[path] for path in paths))
+            given = set().union(*(keywords[path] for path in named_in.get(constant, ())))
             assert sorted(set(span.attributes) - given) == [], constant
 
 
