@@ -77,7 +77,10 @@ async def call(
             if heard.first_s is None and frame.num_tokens:
                 heard.first_s = heard.newest_s
     except grpc.aio.AioRpcError as error:
-        heard.code = code_of(error)
+        # A server that stops ends so what it has not looked at yet; no handler can add a code.
+        # We would have had another exception, had we cancelled the call ourselves.
+        was_unseen = error.code() is grpc.StatusCode.CANCELLED and heard.newest_s == 0
+        heard.code = "unavailable" if was_unseen else code_of(error)
     heard.took_s = time.monotonic() - start
     return heard
 
