@@ -249,7 +249,9 @@ class Router:
         progress = Progress(
             number=self._last_number,
             call=call,
-            facts=facts_of(call, hashes, self._config),
+            facts=facts_of(
+                call, hashes, self._config, self._lengths.expected(call.sampling.max_tokens)
+            ),
             hashes=hashes,
             logical=LogicalRequest(call, self._text, self._manifest.eos_token_ids),
             marks=Marks(received=call.received_at),
@@ -345,7 +347,12 @@ def _report(summary: RequestSummary, request: OpenRequest | None, now: float) ->
     )
 
 
-def facts_of(call: GenerateCall, hashes: Sequence[BlockHash], config: RouterConfig) -> RequestFacts:
+def facts_of(
+    call: GenerateCall,
+    hashes: Sequence[BlockHash],
+    config: RouterConfig,
+    expected_output: int | None = None,
+) -> RequestFacts:
     """Return what the policy needs to know of a request."""
     return RequestFacts(
         request_id=call.request_id,
@@ -355,6 +362,7 @@ def facts_of(call: GenerateCall, hashes: Sequence[BlockHash], config: RouterConf
         prefix_root=_tie_root(call, hashes),
         force_mode=call.force_mode or config.force_mode,
         max_tbt_s=call.slo_tpot_ms / 1000 or config.admission.slo_tpot_s,
+        expected_output=expected_output,
     )
 
 

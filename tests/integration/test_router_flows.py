@@ -479,3 +479,19 @@ async def test_stop_drains_then_ends_what_is_left(store_url: str) -> None:
             await long
         assert caught.value.spec.code == "draining"
         assert (await error_of(cluster)).spec.code == "draining"
+
+
+async def test_the_length_of_answers_is_learned_and_priced(store_url: str) -> None:
+    """A price that guesses 256 tokens for ever would move long answers no better than short."""
+    async with running_cluster(store_url, [prefill("p0"), decoder("d0")]) as cluster:
+        prices = []
+        for number in range(7):
+            call = make_call(prompt=[number + 1] * 30, max_tokens=512, force_mode="REMOTE")
+            await cluster.ask(call)
+            report = cluster.router.explain(call.request_id)
+            assert report is not None
+            prices.append(report.choices[0].terms[0].decode_s)
+        # (6 x 512 + 8 x 256) / 14 tokens are expected after six answers, 256 before; each of them
+        # also comes a little slower, as more KV is resident.
+        assert prices[-1] / prices[0] > 365 / 256
+        assert prices == sorted(prices)
