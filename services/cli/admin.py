@@ -268,18 +268,14 @@ def _warn_of_unserved(reply: Reply[admin_pb2.GetTrafficResponse]) -> None:
 # Any: a table as JSON.
 def unserved(table: dict[str, Any], served: Mapping[str, str]) -> list[str]:
     """Give the models rules name and nobody serves; `served` is name -> weights digest."""
-    from services.router.traffic import DIGEST
+    from services.router.traffic import is_named
 
     named = [target["model"] for targets in table["aliases"].values() for target in targets]
     named += [name for source, rule in table["mirrors"].items() for name in (source, rule["to"])]
     return [
         name
         for name in dict.fromkeys(named)
-        if name not in served
-        and not (
-            name.startswith(DIGEST)
-            and any(digest.startswith(name.removeprefix(DIGEST)) for digest in served.values())
-        )
+        if not any(is_named(name, model, digest) for model, digest in served.items())
     ]
 
 

@@ -30,17 +30,6 @@ class StoreAddress:
     loader_url: str = ""  # of the user that may load scripts; empty = the same as for all else
     ca_file: str = ""  # who signs a rediss:// store's certificate; empty = the system's CAs
 
-    def options(self, url: str) -> dict[str, Any]:
-        """Return what every connection is made with."""
-        options: dict[str, Any] = {
-            "health_check_interval": 0,
-            "protocol": 2,
-            "driver_info": None,  # else it introduces itself by a command that a user must have
-        }
-        if url.startswith("rediss:") and self.ca_file:
-            options["ssl_ca_certs"] = self.ca_file
-        return options
-
 
 def store_address(settings: StoreSettings) -> StoreAddress:
     """Return the address a process is configured with."""
@@ -81,12 +70,19 @@ class SyncStore:
             loader.close()
 
     def _connect(self, url: str, timeout_s: float) -> redis.Redis:
+        options: dict[str, Any] = {
+            "health_check_interval": 0,
+            "protocol": 2,
+            "driver_info": None,  # else it introduces itself by a command that a user must have
+        }
+        if url.startswith("rediss:") and self._address.ca_file:
+            options["ssl_ca_certs"] = self._address.ca_file
         return redis.Redis.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            **self._address.options(url),
+            **options,
         )
 
 

@@ -26,6 +26,7 @@ from services.router.pair_book import PairBook
 from services.router.policy import REMOTE, Links
 from services.router.route_desk import RouteDesk
 from services.router.view import (
+    LIVE,
     SUSPECT,
     ClusterView,
     LinkStatus,
@@ -132,6 +133,10 @@ class ClusterWatch:
     def links(self) -> Links:
         """Return what is known of the ways between workers."""
         return self.pairs.links(self._clock.now())
+
+    def is_anyone_usable(self) -> bool:
+        """Say whether there is any worker to choose."""
+        return any(worker.state == LIVE for worker in self.view().workers)
 
     def is_anyone_coming(self) -> bool:
         """Say whether a worker that is not usable now may be in a moment."""

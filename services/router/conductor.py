@@ -235,7 +235,7 @@ class Conductor:
             self._look_timer = None
         if not self._waiting:
             return
-        is_usable, is_coming = self._sender.is_anyone_usable(), self._cluster.is_anyone_coming()
+        is_usable, is_coming = self._cluster.is_anyone_usable(), self._cluster.is_anyone_coming()
         now = self._clock.now()
         for request in list(self._waiting.values()):
             if is_usable or not _goes_on_waiting(request, now, is_coming=is_coming):

@@ -20,7 +20,7 @@ from services.router.policy import (
     RequestFacts,
     expected_tokens,
 )
-from services.router.view import LIVE, WorkerView
+from services.router.view import WorkerView
 from services.router.wire import WorkHead, build_work
 
 Choose = Callable[[RequestFacts, frozenset[WorkerId]], Decision]
@@ -132,10 +132,6 @@ class Sender:
         """Say whether a decode worker could take over what decodes at `source`."""
         failed = frozenset(progress.failed)
         return self._cluster.desk.choose_decode(progress.facts, source, failed) is not None
-
-    def is_anyone_usable(self) -> bool:
-        """Say whether there is any worker to choose."""
-        return any(worker.state == LIVE for worker in self._cluster.view().workers)
 
     def _choose(
         self, progress: Progress, facts: RequestFacts, exclude: frozenset[WorkerId]

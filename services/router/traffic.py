@@ -138,11 +138,15 @@ def names_of(table: TrafficTable, served: Sequence[ServedModel]) -> tuple[str, .
     return tuple(names)
 
 
-def _find(name: str, served: Sequence[ServedModel]) -> ServedModel | None:
+def is_named(name: str, model: str, weights_digest: str) -> bool:
+    """Say whether a rule's name stands for a model: its own name, or how its digest begins."""
     if name.startswith(DIGEST):
-        prefix = name.removeprefix(DIGEST)
-        return next((m for m in served if m.weights_digest.startswith(prefix)), None)
-    return next((m for m in served if m.name == name), None)
+        return weights_digest.startswith(name.removeprefix(DIGEST))
+    return model == name
+
+
+def _find(name: str, served: Sequence[ServedModel]) -> ServedModel | None:
+    return next((m for m in served if is_named(name, m.name, m.weights_digest)), None)
 
 
 def _rank(key: bytes, target: Target) -> float:
