@@ -244,14 +244,11 @@ def _field_doc(key: str, info: FieldInfo) -> FieldDoc:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     annotation = info.annotation
     plain = annotation in (int, float, bool) or _is_closed_choice(annotation)
-    default = info.default
-    if isinstance(default, SecretStr):
-        default = default.get_secret_value()  # defaults are in the source, no secret
     return FieldDoc(
         key=key,
         type_name=_type_name(annotation),
         unit=str(extra.get("unit", "")),
-        default=json.dumps(default, default=str),
+        default=json.dumps(info.default, default=str),
         description=info.description or "",
         is_public=plain or bool(extra.get("public", False)),
     )

@@ -145,7 +145,7 @@ def add_request_end(frame: inference_pb2.GenerateFrame, end: RequestEnd) -> None
 
 def timing_message(timing: RequestTiming) -> common_pb2.Timing:
     """Write stage times; a mode or plane this build does not know stays unspecified."""
-    message = common_pb2.Timing(
+    return common_pb2.Timing(
         router_us=timing.router_us,
         queue_us=timing.queue_us,
         queue_prefill_us=timing.queue_prefill_us,
@@ -173,9 +173,8 @@ def timing_message(timing: RequestTiming) -> common_pb2.Timing:
         plane=_plane(timing.plane),
         migration_plane=_plane(timing.migration_plane),
         routed_locally=timing.routed_locally,
+        mode=_MODES.get(f"MODE_{timing.mode.upper()}", common_pb2.MODE_UNSPECIFIED),
     )
-    message.mode = _MODES.get(f"MODE_{timing.mode.upper()}", common_pb2.MODE_UNSPECIFIED)
-    return message
 
 
 def _plane(name: str) -> common_pb2.Plane.ValueType:

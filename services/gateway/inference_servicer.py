@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
@@ -264,7 +266,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenize(
         self, request: inference_pb2.TokenizeRequest, received_at: float, time_left: float | None
-    ) -> list[int]:
+    ) -> npt.NDArray[np.uint32]:
         model = self._desk.preparer.model(request.model)
         prompt: TextInput | ChatInput
         if request.WhichOneof("input") == "chat":
@@ -276,10 +278,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         timeout_s = self._limits.default_timeout_ms / 1000
         if time_left is not None:
             timeout_s = min(timeout_s, time_left)
-        ids = await self._desk.preparer.tokenize(
+        return await self._desk.preparer.tokenize(
             prompt, True, received_at + timeout_s, "text", model
         )
-        return [int(token_id) for token_id in ids]
 
     def _check_ids(self, request: inference_pb2.GenerateRequest) -> None:
         for param in ("request_id", "idempotency_key"):

@@ -61,7 +61,7 @@ def build_call(
     draw_seed: Callable[[], int],
 ) -> GenerateCall:
     """Make the call from a checked spec and its tokens; raise if they do not fit."""
-    check_vocabulary(token_ids, model.vocab_size, spec.names.prompt)
+    check_token_ids(token_ids, model.vocab_size, spec.names.prompt)
     max_tokens = _fit(spec, len(token_ids), limits, model)
     if spec.min_tokens > max_tokens:
         _invalid("min_tokens", f"is {spec.min_tokens}, max_tokens allows {max_tokens}")
@@ -116,28 +116,15 @@ def session_of(value: str, limits: Limits) -> str:
     return value
 
 
-def check_vocabulary(token_ids: npt.NDArray[np.uint32], vocab_size: int, param: str) -> None:
-    """Refuse an id the model has no embedding for, naming the first."""
-    if not token_ids.size or token_ids.max() < vocab_size:
-        return
-    outside = np.flatnonzero(token_ids >= vocab_size)
-    if outside.size:
-        position = int(outside[0])
-        _out_of_range(int(token_ids[position]), position, vocab_size, param)
-
-
 def check_token_ids(token_ids: TokenIds, vocab_size: int, param: str) -> npt.NDArray[np.uint32]:
-    """Turn ids as clients write them into uint32, refusing those out of the vocabulary."""
-    is_unsigned = token_ids.dtype.kind == "u"
-    if not token_ids.size or (
-        token_ids.max() < vocab_size and (is_unsigned or token_ids.min() >= 0)
+    """Turn ids into uint32, refusing those the model has no embedding for, by the first."""
+    may_be_negative = token_ids.dtype.kind != "u"
+    if token_ids.size and (
+        token_ids.max() >= vocab_size or (may_be_negative and token_ids.min() < 0)
     ):
-        return token_ids.astype(np.uint32, copy=False)
-    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
-    if outside.size:
-        position = int(outside[0])
+        position = int(np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))[0])
         _out_of_range(int(token_ids[position]), position, vocab_size, param)
-    raise AssertionError("the least or the largest id is outside, so some is")
+    return token_ids.astype(np.uint32, copy=False)
 
 
 def model_not_found(name: str, served: str) -> RequestError:

@@ -31,7 +31,7 @@ class ChoiceText:
         self._detokenizer = Detokenizer(text_model)
         self._stop_strings = StopStrings(stop)
         self._has_stop = bool(stop)
-        self._num_free = min_tokens if stop else 0
+        self._num_free = min_tokens
         self._is_stopped = False
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:

@@ -97,7 +97,7 @@ class WorkerOperations:
             log.info("worker.pool_changed", pool=pool)
         finally:
             self._is_changing_pool = False
-            if not self._is_drained and not self._is_leaving:
+            if not self._is_drained:  # who leaves is drained
                 self._take_work_again()
 
     def _take_work_again(self) -> None:
