@@ -157,7 +157,8 @@ class Sequence:
 
     def known_hashes(self) -> tuple[BlockHash, ...]:
         """Hashes of the full blocks hashed so far."""
-        return (*self.request.prompt_hashes, *self._more_hashes)
+        prompt = self.request.prompt_hashes
+        return (*prompt, *self._more_hashes) if self._more_hashes else prompt
 
     def block_hash(self, idx: int) -> BlockHash:
         """Return the hash of full block `idx`; the chain goes on past the prompt."""
