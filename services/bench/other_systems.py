@@ -209,10 +209,10 @@ class _NixlEnd:
 
     def __init__(self, role: str, pool: Pool) -> None:
         api = importlib.import_module("nixl._api")
-        self._name = f"{role}-{os.getpid()}"
-        self._agent: Any = api.nixl_agent(self._name, api.nixl_agent_config(backends=["UCX"]))
+        name = f"{role}-{os.getpid()}"
+        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
         self._pool = pool
-        self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, self._name)], "DRAM")
+        self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, name)], "DRAM")
         self.card = (self._agent.get_agent_metadata().hex(),)
         self._peer = ""
 

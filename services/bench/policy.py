@@ -6,13 +6,14 @@ the ideal hit it finds, how evenly the work spreads, and how many first tokens a
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.bench.result import Bar, BenchFailed, BenchResult, Figure
+from services.common.progress import Progress
+from services.common.quantile import nearest_rank
 from services.router.policy import PolicyConfig
 from services.sim.groups import GroupLoad, group_workload
 from services.sim.mooncake import BadTrace, read_trace
@@ -20,7 +21,6 @@ from services.sim.placement import AFFINITY, OURS, PLAIN_COST, POLICIES, RANDOM,
 from services.sim.workload import Workload, ideal_hit
 from services.sim.world import ClusterSpec, World
 
-Tell = Callable[[str, float], None]  # what is being done, and the share that is
 SLO_TTFT_S = 2.0
 RIVALS = (AFFINITY, TWO_CHOICES, PLAIN_COST)
 ATTAINMENT_SLACK = 0.01
@@ -68,7 +68,13 @@ class Outcome:
 
 
 def run_trace(
-    path: Path, spec: ClusterSpec, policies: Sequence[str], *, speedup: float, seed: int, tell: Tell
+    path: Path,
+    spec: ClusterSpec,
+    policies: Sequence[str],
+    *,
+    speedup: float,
+    seed: int,
+    tell: Progress,
 ) -> BenchResult:
     """Replay one trace by each policy.
 
@@ -100,7 +106,7 @@ def run_table(
     *,
     speedup: float,
     seed: int,
-    tell: Tell,
+    tell: Progress,
 ) -> BenchResult:
     """Compare all policies on groups of users and on traces, by number of routers.
 
@@ -139,7 +145,7 @@ def _cell(result: BenchResult, load: str, policy: str) -> str:
 
 
 def run_groups(
-    base: ClusterSpec, routers: Sequence[int], policies: Sequence[str], seed: int, tell: Tell
+    base: ClusterSpec, routers: Sequence[int], policies: Sequence[str], seed: int, tell: Progress
 ) -> BenchResult:
     """Compare the policies on groups of users, by rate and number of routers."""
     result = BenchResult("policy")
@@ -180,9 +186,9 @@ def simulate(
         imbalance=max(work) / statistics.fmean(work),
         attainment=sum(wait <= SLO_TTFT_S for wait in waits) / len(waits),
         ttft_mean_s=statistics.fmean(waits),
-        ttft_p50_s=_rank(waits, 0.5),
-        ttft_p95_s=_rank(waits, 0.95),
-        ttft_p99_s=_rank(waits, 0.99),
+        ttft_p50_s=nearest_rank(waits, 0.5),
+        ttft_p95_s=nearest_rank(waits, 0.95),
+        ttft_p99_s=nearest_rank(waits, 0.99),
     )
 
 
@@ -214,8 +220,3 @@ def _trace_bars(name: str, outcomes: dict[str, Outcome], ideal: float) -> list[B
         best = round(max(rivals) - ATTAINMENT_SLACK, 4)
         bars.append(Bar("TTFT attainment", round(ours.attainment, 4), best, ">="))
     return bars
-
-
-def _rank(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that `share` of them do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

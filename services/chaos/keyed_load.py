@@ -20,6 +20,7 @@ from services.chaos.client import Heard, call
 from services.chaos.http_client import call_http
 from services.chaos.known_load import Answer, Body, KnownLoad, wrong_tokens
 from services.chaos.rig import CHANNEL_OPTIONS, RigRouter
+from services.common.quantile import nearest_rank
 from services.pb import inference_pb2_grpc
 from services.router.request import TokenText
 
@@ -42,6 +43,12 @@ class Seen:
     first_s: float | None  # until the first token, a lost router included; None: not streamed
     was_blind: bool
     was_sent_again: bool
+
+
+def ttft_ms(seen: Sequence[Seen], share: float) -> float | None:
+    """Nearest rank of the streamed answers' times to their first token; None if there are none."""
+    firsts = [one.first_s * 1000 for one in seen if one.first_s is not None]
+    return round(nearest_rank(firsts, share), 1) if firsts else None
 
 
 def vary(bodies: Sequence[Body], answers: Sequence[Answer], text: TokenText, seed: int) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from services.bench.result import Bar, BenchResult, Figure
 from services.chaos.attack import Attack, Load, loaded_cluster
-from services.chaos.keyed_load import KeyedLoad, Seen
+from services.chaos.keyed_load import KeyedLoad, Seen, ttft_ms
 from services.chaos.rig import Rig
 from services.common.progress import Progress, silent
-from services.common.quantile import nearest_rank
 
 BLIND_BAR = 0.01
 _PAUSE_S = 1.0  # between restarts: both routers serve
@@ -100,10 +99,9 @@ def _result(plan: RollingPlan, rolling: _Rolling) -> BenchResult:
 
 
 def _seen(when: str, seen: Sequence[Seen]) -> dict[str, Figure]:
-    firsts = [one.first_s * 1000 for one in seen if one.first_s is not None]
     return {
         f"answered_{when}": len(seen),
         f"blind_{when}": sum(one.was_blind for one in seen),
-        f"ttft_p50_{when}_ms": round(nearest_rank(firsts, 0.5), 1) if firsts else None,
-        f"ttft_p99_{when}_ms": round(nearest_rank(firsts, 0.99), 1) if firsts else None,
+        f"ttft_p50_{when}_ms": ttft_ms(seen, 0.5),
+        f"ttft_p99_{when}_ms": ttft_ms(seen, 0.99),
     }

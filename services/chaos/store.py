@@ -23,13 +23,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.bench.result import Bar, BenchResult, Figure
+from services.bench.result import Bar, BenchFailed, BenchResult, Figure
 from services.chaos.attack import Attack, Load, loaded_cluster
-from services.chaos.keyed_load import KeyedLoad, Seen
+from services.chaos.keyed_load import KeyedLoad, Seen, ttft_ms
 from services.chaos.known_load import LoadShape
 from services.chaos.rig import Rig
 from services.common.progress import Progress, silent
-from services.common.quantile import nearest_rank
 
 TTFT_BAR = 1.3
 HINTS_BACK_BAR_S = 5.0
@@ -252,7 +251,10 @@ def _result(plan: StorePlan, hurting: _Hurting) -> BenchResult:
     seen, spans = hurting.load.seen, hurting.spans
     quiet = _during(seen, [span for span in spans if not span.fault])
     hurt = _during(seen, [span for span in spans if span.fault])
-    ratio = _ttft_ms(hurt, 0.99) / _ttft_ms(quiet, 0.99)
+    hurt_ms, quiet_ms = ttft_ms(hurt, 0.99), ttft_ms(quiet, 0.99)
+    if hurt_ms is None or quiet_ms is None:
+        raise BenchFailed("no answer was streamed, so its time to the first token is not known")
+    ratio = hurt_ms / quiet_ms
     slowest_s = max(max(times) for times in hurting.back_s.values())
     result = BenchResult("chaos store")
     result.figures = {
@@ -282,11 +284,6 @@ def _result(plan: StorePlan, hurting: _Hurting) -> BenchResult:
 def _times(name: str, seen: Sequence[Seen]) -> dict[str, Figure]:
     return {
         f"answered_{name}": len(seen),
-        f"ttft_p50_{name}_ms": round(_ttft_ms(seen, 0.5), 1),
-        f"ttft_p99_{name}_ms": round(_ttft_ms(seen, 0.99), 1),
+        f"ttft_p50_{name}_ms": ttft_ms(seen, 0.5),
+        f"ttft_p99_{name}_ms": ttft_ms(seen, 0.99),
     }
-
-
-def _ttft_ms(seen: Sequence[Seen], share: float) -> float:
-    firsts = [one.first_s * 1000 for one in seen if one.first_s is not None]
-    return nearest_rank(firsts, share) if firsts else float("nan")

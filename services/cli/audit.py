@@ -67,10 +67,10 @@ def export(
     from services.gateway.usage import read_all, to_csv, to_json
 
     where = str(directory) if directory else settings.load(config, {}).accounting.usage_dir
-    if where and not Path(where).is_dir():
-        raise ConfigError(f"{where} is no directory; give the routers' accounting.usage_dir")
     if not where:
         raise ConfigError("no usage: give --dir or set accounting.usage_dir")
+    if not Path(where).is_dir():
+        raise ConfigError(f"{where} is no directory; give the routers' accounting.usage_dir")
     total = read_all(Path(where))
     typer.echo(to_csv(total) if output is Format.csv else to_json(total), nl=output is Format.json)
     return exits.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,8 @@ from services.cli.outcome import show_result
 from services.cli.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.bench.result import BenchResult
     from services.chaos.transfers import Campaign
 
@@ -57,10 +60,7 @@ def handoff(
     from services.chaos.handoff import MODEL_PROMPT, PROBE_TOKENS, run, usual_campaign
 
     directory = prepare_model(model, MODEL_PROMPT + PROBE_TOKENS) if model else ""
-    progress = Progress()
-    campaign = usual_campaign(seed, faults, directory, allowed)
-    result = run(campaign, lambda line, share: _show(progress, line, share, json))
-    return show_result(result, progress)
+    return _judge(partial(run, usual_campaign(seed, faults, directory, allowed)), json)
 
 
 @app.command("router")
@@ -82,10 +82,7 @@ def router(
     """Kill, freeze and restart every process of a cluster in turn; no client may notice."""
     from services.chaos.router import RouterCampaign, run
 
-    progress = Progress()
-    campaign = RouterCampaign(seed, seconds)
-    result = run(campaign, lambda line, share: _show(progress, line, share, json))
-    return show_result(result, progress)
+    return _judge(partial(run, RouterCampaign(seed, seconds)), json)
 
 
 @app.command("rolling")
@@ -99,9 +96,7 @@ def rolling(
     """Restart the routers of a cluster one after the other under load; nothing may be lost."""
     from services.chaos.rolling import RollingPlan, run
 
-    progress = Progress()
-    result = run(RollingPlan(seed, rounds), lambda line, share: _show(progress, line, share, json))
-    return show_result(result, progress)
+    return _judge(partial(run, RollingPlan(seed, rounds)), json)
 
 
 @app.command("store")
@@ -115,9 +110,7 @@ def store(
     """Hurt the store of a cluster in every way under load; no request may fail for it."""
     from services.chaos.store import StorePlan, run
 
-    progress = Progress()
-    result = run(StorePlan(seed, rounds), lambda line, share: _show(progress, line, share, json))
-    return show_result(result, progress)
+    return _judge(partial(run, StorePlan(seed, rounds)), json)
 
 
 @app.command("hedging")
@@ -131,11 +124,7 @@ def hedging(
     """Let a prefill worker stall now and then, without and with a second prefill elsewhere."""
     from services.chaos.hedging import HedgingPlan, run
 
-    progress = Progress()
-    result = run(
-        HedgingPlan(seed, requests), lambda line, share: _show(progress, line, share, json)
-    )
-    return show_result(result, progress)
+    return _judge(partial(run, HedgingPlan(seed, requests)), json)
 
 
 @app.command("transfers")
@@ -199,6 +188,13 @@ def _planes(given: str) -> tuple[str, ...]:
     if planes == ("cuda_ipc",):
         raise typer.BadParameter("the workers' pools are on the CPU, where cuda_ipc is no plane")
     return planes
+
+
+def _judge(campaign: Callable[[Callable[[str, float], None]], BenchResult], is_quiet: bool) -> int:
+    """Run a campaign, tell how far it is, and print what it found."""
+    progress = Progress()
+    result = campaign(lambda step, share: _show(progress, step, share, is_quiet))
+    return show_result(result, progress)
 
 
 def _show(progress: Progress, step: str, share: float, is_quiet: bool) -> None:

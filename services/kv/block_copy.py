@@ -64,14 +64,12 @@ def pull_blocks(
         part: layers and heads to copy of each; `dest` is as wide as that.
         num_threads: that may share a long copy.
     """
-    rows = np.array(source_blocks, dtype=np.int64)
-    wanted = np.array(gens, dtype=np.uint64)
     library, _ = kv_blocks.available()
     if library is not None:
-        to = np.array(dest_blocks, dtype=np.int64)
-        job = kv_blocks.PullJob(source.pieces(part), source.gens, rows, wanted, dest, to)
+        job = _job(source, source_blocks, gens, dest, dest_blocks, part)
         good: list[bool] = library.pull(job, num_threads).tolist()
         return good
+    rows, wanted = np.array(source_blocks, np.int64), np.array(gens, np.uint64)
     return pull_with_numpy(source, rows, wanted, dest, dest_blocks, part)
 
 
@@ -93,11 +91,22 @@ def pull_with_digests(
     plan = digest_plan(dest.layout)
     if library is None or plan is None:
         return None
-    rows, to = np.array(source_blocks, np.int64), np.array(dest_blocks, np.int64)
-    wanted = np.array(gens, np.uint64)
-    job = kv_blocks.PullJob(source.pieces(), source.gens, rows, wanted, dest.blocks, to)
+    job = _job(source, source_blocks, gens, dest.blocks, dest_blocks)
     good, digests = library.pull_with_digests(job, plan, num_threads)
     return good.tolist(), digests
+
+
+def _job(
+    source: KvPoolMemory,
+    source_blocks: Sequence[int],
+    gens: Sequence[int],
+    dest: npt.NDArray[np.uint8],
+    dest_blocks: Sequence[int],
+    part: KvLayout | None = None,
+) -> kv_blocks.PullJob:
+    rows, to = np.array(source_blocks, np.int64), np.array(dest_blocks, np.int64)
+    wanted = np.array(gens, np.uint64)
+    return kv_blocks.PullJob(source.pieces(part), source.gens, rows, wanted, dest, to)
 
 
 def pull_with_numpy(

@@ -17,7 +17,7 @@ from services.common.ids import BlockHash, WorkerId
 from services.kv.layout import HINT_STRIDE_BLOCKS
 from services.registry.base import HintChange, LoadReport
 from services.registry.cost import Booked
-from services.registry.schema import HASH_FIELD_BYTES, pack_fields
+from services.registry.schema import HASH_FIELD_BYTES, pack_fields, unpack_fields
 from services.registry.scripts import RouteAsk
 from services.registry.twin import RegistryTwin
 from services.router.hint_check import check_hints
@@ -157,9 +157,9 @@ class World:
         rng = random.Random(f"{self.seed}/{idx}")
         return LocalPlacement(self.rule, self._views, self._twin, arena, self.config, rng)
 
-    def _lay_out(self, *sources: WorkerView) -> Field:
+    def _lay_out(self) -> Field:
         view = ClusterView(tuple(self._views.values()), self._now)
-        return lay_out(view, self.config, NO_LINKS, sources=sources, by_slot=True)
+        return lay_out(view, self.config, NO_LINKS, by_slot=True)
 
     def _join(self, worker_id: WorkerId, role: str, worker: Worker) -> int:
         """Let a worker join, or join again with all its hints void."""
@@ -338,8 +338,7 @@ class World:
             return b""
         if decision.terms[0].hint_tokens <= request.cached_tokens:
             return b""  # the chain below is long
-        size = HASH_FIELD_BYTES
-        names = [request.names[i : i + size] for i in range(0, len(request.names), size)]
+        names = unpack_fields(request.names)
         chain = [BlockHash(name) for name in names for _ in range(HINT_STRIDE_BLOCKS)]
         num_tokens = request.facts.num_tokens
         check = check_hints(decision, request.cached_tokens, num_tokens, chain)

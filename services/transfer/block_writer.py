@@ -135,7 +135,6 @@ class BlockWriter:
         verdicts: list[str | None] = []
         right: list[Pull] = []
         for pull, is_good, digests in zip(pulls, *found, strict=True):
-            self._num_pulled += is_good
             if not is_good:
                 verdicts.append(BAD_GENERATION)
             elif pull.index == machine.num_blocks:  # the tail, of which a part counts
