@@ -19,6 +19,7 @@ from services.common.clock import Clock
 _TICK_S = 0.1
 _LOG_CHECK_S = 10.0
 _KILL_WAIT_S = 5.0
+_SERVING = ("ready", "degraded")
 
 
 class StopSignals:
@@ -123,9 +124,7 @@ class Supervisor:
         while not self._signals.count:
             self._signals.wait(_TICK_S)
             self._tick()
-            states = [unit.state.state for unit in self._units]
-            self._set_state("ready" if all(s == READY for s in states) else "degraded")
-            if all(state == FAILED for state in states):
+            if all(unit.state.state == FAILED for unit in self._units):
                 self._view.failed(self._units)
                 return exits.FAILED
             if self._clock.now() >= next_log_check:
@@ -141,6 +140,9 @@ class Supervisor:
             if unit.tick(now):
                 changed = True
                 self._view.changed(unit)
+        if self._state in _SERVING:  # before the file is written: it must not contradict itself
+            is_whole = all(unit.state.state == READY for unit in self._units)
+            self._state = "ready" if is_whole else "degraded"
         if changed:
             self._publish()
         self._view.refresh(now, self._units, self._store)

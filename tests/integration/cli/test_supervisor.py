@@ -154,8 +154,10 @@ def test_frozen_process_shows_and_is_stopped_all_the_same(tmp_path: Path) -> Non
         run.wait_ready()
         pid = run.entry("decode-0")["pid"]
         os.kill(pid, signal.SIGSTOP)
-        run.wait(lambda: run.entry("decode-0")["state"] == "unready", timeout_s=10)
-        assert run.status()["state"] == "degraded"
+        run.wait(lambda: run.status()["state"] != "ready", timeout_s=10)
+        told = run.status()  # one reading: no file says both "ready" and "unready"
+        assert told["state"] == "degraded"
+        assert [p["state"] for p in told["processes"] if p["name"] == "decode-0"] == ["unready"]
         run.process.send_signal(signal.SIGTERM)
         code, _ = run.finish()
     assert code == 0
