@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PYTEST := $(BIN)/python -m pytest
-SOURCES := services kernels tools tests
+SOURCES := services kernels loadtest tools tests
 EXTRAS := ray,kubernetes,test,dev
 
 # A tool of ours must find its neighbours, and nobody's own packages must shadow the locked ones.

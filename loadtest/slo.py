@@ -1,0 +1,29 @@
+"""Limits a request has to keep to be good. Pure."""
+
+from __future__ import annotations
+
+from loadtest.records import RequestRecord, Status
+from services.common.settings import Section, setting
+
+
+class Slo(Section):
+    """Limits of one request; a limit that is absent always holds."""
+
+    ttft_s: float | None = setting(None, "longest time to the first token", unit="s", gt=0)
+    tpot_s: float | None = setting(
+        None, "longest mean time of a token after the first", unit="s", gt=0
+    )
+    max_stall_s: float | None = setting(None, "longest wait between two chunks", unit="s", gt=0)
+    e2e_s: float | None = setting(None, "longest time to the end of the answer", unit="s", gt=0)
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """Whether a request succeeded within every limit. A figure it has not breaks none."""
+        if record.status is not Status.OK:
+            return False
+        pairs = (
+            (record.ttft_s, self.ttft_s),
+            (record.tpot_s, self.tpot_s),
+            (record.max_stall_s, self.max_stall_s),
+            (record.e2e_s, self.e2e_s),
+        )
+        return all(v is None or limit is None or v <= limit for v, limit in pairs)
