@@ -1,4 +1,4 @@
-"""The result of one run, as it is written to `result.json` and read by reports and comparisons.
+"""The results of runs, searches and comparisons, as `result.json` holds them and reports read them.
 
 Every figure is in the unit its name ends with. `schema_version` rises when a reader of the older
 form would misread the new one.
@@ -37,6 +37,7 @@ class Distribution(Form):
     minimum: float | None
     maximum: float | None
     percentiles: tuple[Percentile, ...]
+    curve: tuple[float, ...] = ()  # values at equal steps of share, least to greatest; for plots
 
 
 class Interval(Form):
@@ -81,9 +82,23 @@ class Group(Form):
     attainment: Interval | None = None
 
 
+class StageBand(Form):
+    """Where the time to the first token went for requests of one part of its distribution.
+
+    Means, because only they add up: the stages and `outside` together are `ttft_ms`.
+    """
+
+    name: str  # such as `slowest 1 %`
+    num_requests: int
+    ttft_ms: float
+    stages_ms: dict[str, float]  # by the server, in the order they happen
+    outside_ms: float  # no stage: the network, the client, and how late it sent
+
+
 class RunResult(Form):
     """One run."""
 
+    kind: Literal["run"] = "run"
     schema_version: Literal[1] = SCHEMA_VERSION
     scenario: dict[str, Any]  # the whole scenario as validated
     scenario_digest: str
@@ -101,6 +116,7 @@ class RunResult(Form):
     distributions: dict[str, Distribution]  # ttft_ms, ttft_sent_ms, tpot_ms, itl_ms, e2e_ms, ...
     attainment: Interval | None  # of the SLO; None: the scenario has none
     stages_ms: dict[str, Distribution]  # by the server
+    ttft_bands: tuple[StageBand, ...] = ()
     groups: tuple[Group, ...] = ()
     figures: dict[
         str, float | str | None
@@ -110,3 +126,86 @@ class RunResult(Form):
     cost: dict[str, Any] | None = None
     raw_file: str = ""
     raw_sha256: str = ""
+
+
+class Probe(Form):
+    """What one rate gave: a point of the goodput curve."""
+
+    offered_rps: float
+    achieved_rps: float
+    attainment: Interval
+    state: Literal["met", "missed", "unresolved"]  # the target share, by the interval
+    reason: str
+    duration_s: float
+    output_tok_s: float
+    user_tok_s: float | None  # of one stream: 1 / median tpot
+    gpus: int | None = None
+    prefill_workers: int | None = None  # where the split is searched, too
+    decode_workers: int | None = None
+    distributions: dict[str, Distribution] = {}
+
+    @property
+    def goodput_rps(self) -> tuple[float, float, float]:
+        """Good requests a second: low end of the interval, value, high end."""
+        share = self.attainment
+        return (
+            self.achieved_rps * share.low,
+            self.achieved_rps * share.value,
+            self.achieved_rps * share.high,
+        )
+
+
+class SearchResult(Form):
+    """The highest rate that keeps the SLO."""
+
+    kind: Literal["search"] = "search"
+    schema_version: Literal[1] = SCHEMA_VERSION
+    scenario: dict[str, Any]
+    scenario_digest: str
+    target: dict[str, Any]
+    machine: dict[str, Any]
+    commit: str
+    seed: int
+    started_at: str
+    duration_s: float
+    target_share: float  # of requests that must be good
+    verdict: Literal["FOUND", "UNRESOLVED", "NONE"]
+    verdict_reason: str
+    best_rps: float | None
+    knee_rps: float | None  # from here on goodput grows slower than load
+    probes: tuple[Probe, ...]  # in the order they ran
+    verified: tuple[Probe, ...] = ()  # the best rate again
+    cost: dict[str, Any] | None = None
+
+
+class MetricChange(Form):
+    """One metric of two arms."""
+
+    name: str  # ttft_p99_ms, goodput_rps, ...
+    a: float | None
+    b: float | None
+    change: float | None  # b - a, of pairs where there are some
+    low: float | None  # of the interval of the change
+    high: float | None
+    threshold: float | None  # a smaller change does not matter
+    p_value: float | None  # after correction for the number of metrics
+    is_paired: bool
+    is_better_lower: bool
+    verdict: Literal["better", "worse", "inconclusive"]
+    reason: str
+
+
+class CompareResult(Form):
+    """Two runs beside each other: is B better than A?"""
+
+    kind: Literal["compare"] = "compare"
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name_a: str
+    name_b: str
+    a: RunResult
+    b: RunResult
+    confidence: float
+    metrics: tuple[MetricChange, ...]
+    verdict: Literal["better", "worse", "inconclusive"]
+    verdict_reason: str
+    warnings: tuple[str, ...] = ()  # what differs between the arms and should not
