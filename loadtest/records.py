@@ -72,6 +72,17 @@ class Chunk:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state of a run at one moment, as its client saw it."""
+
+    at_s: float
+    in_flight: int  # sent and not ended
+    loop_lag_s: float | None = None  # how late the client's event loop was; None: virtual time
+    replicas: Mapping[str, int] = field(default_factory=dict)  # by pool, where the target tells
+    queued: int | None = None  # in the server, where it tells
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request as its client saw it, and what the server said about itself."""
