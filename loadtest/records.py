@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from typing import Literal
 
 
 class Phase(StrEnum):
@@ -32,12 +33,27 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the model is to read: token ids, or words where a target counts tokens itself."""
+class Piece:
+    """Tokens made from a key, and only when they are sent: equal keys give equal tokens.
 
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    num_tokens: int = 0  # known for ids, an estimate for words
+    Of two pieces with one key the shorter is a prefix of the longer.
+    """
+
+    key: int  # 48 bits
+    num_tokens: int
+    role: Literal["system", "user", "assistant"] = "user"  # where it goes as a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is to read; prompts that begin with the same pieces share a prefix."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length: exact where token ids are sent, an estimate where words are."""
+        return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +72,9 @@ class PlannedRequest:
     wait_s: float = 0.0
     session: str = ""
     kind: str = ""  # of a mixed workload, such as `short` and `long`
+    model: str = ""  # "" = the only one
     tenant: str = ""
     priority: int = 0
-    phase: Phase = Phase.MEASURE
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int | None = None
