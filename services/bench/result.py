@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Literal
 
-import psutil
+from services.common.machine import machine
 
 Figure = float | int | str | bool | None
 
@@ -66,49 +63,3 @@ class BenchResult:
             "bars": bars,
         }
         return json.dumps(body, indent=2, allow_nan=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a figure was measured on."""
-
-    cpu: str
-    cores: int
-    memory_gib: int
-    python: str
-    commit: str
-
-
-def machine() -> Machine:
-    """Describe this machine and the commit of the checkout."""
-    return Machine(
-        cpu=_cpu_name(),
-        cores=psutil.cpu_count() or 1,
-        memory_gib=round(psutil.virtual_memory().total / 2**30),
-        python=platform.python_version(),
-        commit=_commit(),
-    )
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _commit() -> str:
-    root = Path(__file__).resolve().parent.parent.parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
