@@ -14,7 +14,10 @@ import grpc
 import pytest
 
 from services.bench.local_cluster import LocalCluster as Cluster
+from services.common.config import WorkerSettings
+from services.models.resolved import read_config
 from services.pb import inference_pb2, inference_pb2_grpc
+from services.sim.memory import WorkerShape, worker_memory
 from services.text.tokenizer import TextModel
 from tests.support.generate import Answer, collect, generate, request
 from tests.support.prompts import MAX_TOKENS, Prompt, fixed_prompts
@@ -50,6 +53,31 @@ def expected(single: Cluster, prompts: list[Prompt]) -> dict[str, list[int]]:
         p.name: generate(single.grpc, request(p.token_ids, max_tokens=MAX_TOKENS)).token_ids[0]
         for p in prompts
     }
+
+
+def test_a_worker_takes_the_memory_that_sizing_says(
+    single: Cluster, expected: dict[str, list[int]], smollm2_dir: Path
+) -> None:
+    """Everything but KV within 20 %; blocks of KV that hold something are in memory as counted."""
+    assert expected  # steps of all kinds have run
+    settings = WorkerSettings()
+    shape = WorkerShape(
+        "float32", "float32", settings.max_step_tokens, settings.max_num_seqs, is_cpu=True
+    )
+    memory = worker_memory(read_config(smollm2_dir), shape)
+    used = resident_bytes(single.pid_of("decode"))
+    assert used["RssAnon"] + used["RssFile"] == pytest.approx(memory.fixed_bytes, rel=0.2)
+    [status] = single.worker_statuses()
+    assert status.blocks_cached > 0
+    held, whole = (memory.block_bytes * n for n in (status.blocks_cached, status.blocks_total))
+    assert held <= used["RssShmem"] <= whole * 1.02
+
+
+def resident_bytes(pid: int) -> dict[str, int]:
+    """What the kernel says is in memory: RssAnon, RssFile, RssShmem (the pool)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    rows = (line.split() for line in lines if line.startswith("Rss"))
+    return {name.rstrip(":"): int(kib) * 1024 for name, kib, _ in rows}
 
 
 def test_single_worker_gives_the_golden_ids(
