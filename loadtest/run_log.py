@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loadtest.records import RequestRecord
+from loadtest.records import RequestRecord, Sample
 from loadtest.target import TargetFacts
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The client itself at one instant of the run."""
-
-    at_s: float
-    in_flight: int
-    loop_lag_s: float  # the latest this client's event loop came back since the last sample
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ def read_yaml(path: Path, root: type[BaseModel]) -> Source:
     flat: dict[str, object] = {}
     for section, fields in raw.items():
         if not isinstance(fields, dict):
-            hint = _hint(str(section), list(root.model_fields))
+            hint = did_you_mean(str(section), list(root.model_fields))
             if section not in root.model_fields:
                 raise ConfigError(f"{path}: unknown section {section!r}{hint}")
             raise ConfigError(f"{path}: section {section!r} must hold keys and values")
@@ -206,13 +206,13 @@ def _explain_unknown(key: str, source: Source, root: type[BaseModel]) -> str:
         (o for k, o in source.origins.items() if k.startswith(f"{section}.")), "configuration"
     )
     if section not in root.model_fields:
-        hint = _hint(section, list(root.model_fields))
+        hint = did_you_mean(section, list(root.model_fields))
         return f"{section}: unknown section ({origin}){hint}"
     names = [doc.key.partition(".")[2] for doc in iter_fields(root) if doc.key.startswith(section)]
-    return f"{key}: unknown key ({origin}){_hint(field, names)}"
+    return f"{key}: unknown key ({origin}){did_you_mean(field, names)}"
 
 
-def _hint(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if close:
         return f'; did you mean "{close[0]}"?'

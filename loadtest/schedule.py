@@ -1,0 +1,181 @@
+"""Arrivals and workload laid together: which requests are due when. Pure but for the files read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from loadtest.arrivals import Concurrency, Offline, Open, Trace, Users
+from loadtest.records import PlannedRequest, Prompt
+from loadtest.scenario import Scenario, Share
+from loadtest.sources import Keys, RecordedSource, Source, Turn, make_source
+from services.common.errors import ConfigError
+
+MAX_TURNS = 256  # of one session; numbers of requests are laid out by it
+MAX_REQUESTS = 2_000_000
+
+Session = tuple[PlannedRequest, ...]  # each after those it waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What one run sends: sessions at their instants, or lanes that each go on for ever."""
+
+    scenario: Scenario
+    source: Source
+    base: Path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether users wait for answers, so that there are lanes instead of instants."""
+        return isinstance(self.scenario.arrivals, Concurrency | Users)
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions of an open loop by when they begin; ConfigError when too many."""
+        found: list[Session] = []
+        num_requests = 0
+        for index, at_s in self._instants():
+            found.append(self._session(index, at_s))
+            num_requests += len(found[-1])
+            if num_requests > MAX_REQUESTS:
+                raise ConfigError(
+                    f"{self.scenario.name}: more than {MAX_REQUESTS} requests; lower the rate or "
+                    "the time"
+                )
+        return found
+
+    @property
+    def num_lanes(self) -> int:
+        """Return how many users there are."""
+        arrivals = self.scenario.arrivals
+        if isinstance(arrivals, Concurrency):
+            return arrivals.sessions
+        assert isinstance(arrivals, Users)
+        return arrivals.users
+
+    def next_of_lane(self, lane: int, turn: int, now_s: float) -> Session:
+        """Return what a user does next; its first request is due after its `wait_s`."""
+        arrivals = self.scenario.arrivals
+        index = lane + turn * self.num_lanes
+        session = self._session(index, None, now_s)
+        if not isinstance(arrivals, Users):
+            return session
+        rng = random.Random(f"{self.scenario.seed}/think/{index}")
+        head, *others = session
+        return (replace(head, wait_s=rng.expovariate(1 / arrivals.think_s)), *others)
+
+    def warming(self) -> list[PlannedRequest]:
+        """Return requests that put every shared prefix into a cache."""
+        return [
+            PlannedRequest(number, prompt, max_tokens=1, at_s=0.0)
+            for number, prompt in enumerate(self.source.prefixes())
+        ]
+
+    def _instants(self) -> Iterator[tuple[int, float]]:
+        """Give numbers of sessions and when they begin."""
+        arrivals = self.scenario.arrivals
+        if isinstance(arrivals, Offline):
+            return ((index, 0.0) for index in range(arrivals.sessions))
+        if isinstance(arrivals, Trace):
+            return self._recorded(arrivals)
+        assert isinstance(arrivals, Open)
+        return _until(arrivals, self.scenario)
+
+    def _recorded(self, trace: Trace) -> Iterator[tuple[int, float]]:
+        end_s = self.scenario.phases.end_s
+        for index, at_s in enumerate(self._times(trace)):
+            if at_s < trace.from_s or (trace.to_s is not None and at_s >= trace.to_s):
+                continue
+            due_s = (at_s - trace.from_s) / trace.speedup
+            if end_s is not None and due_s >= end_s:
+                return
+            yield index, due_s
+
+    def _times(self, trace: Trace) -> Sequence[float]:
+        if trace.file:
+            return _read_times(self.base / trace.file)
+        if not isinstance(self.source, RecordedSource):
+            raise ConfigError(
+                "arrivals.file is missing: only workloads mooncake and azure have rows with times"
+            )
+        return [row.at_s for row in self.source.rows]
+
+    def _session(self, index: int, at_s: float | None, now_s: float = 0.0) -> Session:
+        scenario = self.scenario
+        rng = random.Random(f"{scenario.seed}/session/{index}")
+        share = _choose(scenario.mix, rng)
+        turns = self.source.session(index, now_s if at_s is None else at_s, rng)
+        assert len(turns) <= MAX_TURNS
+        return tuple(
+            _planned(index, number, turn, at_s, share) for number, turn in enumerate(turns)
+        )
+
+
+def make_schedule(scenario: Scenario, base: Path, salt: str = "") -> Schedule:
+    """Open a scenario's files, which are beside it in `base`.
+
+    Args:
+        salt: another one for every run with a cold cache.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
+    try:
+        source = make_source(scenario.workload, base, Keys(scenario.seed, salt))
+    except OSError as error:
+        raise ConfigError(f"workload.file: {error.filename}: {error.strerror}") from None
+    except ValueError as error:  # BadTrace is one
+        raise ConfigError(f"workload.file: {error}") from None
+    return Schedule(scenario, source, base)
+
+
+def _until(arrivals: Open, scenario: Scenario) -> Iterator[tuple[int, float]]:
+    end_s = scenario.phases.end_s
+    assert end_s is not None
+    rng = random.Random(f"{scenario.seed}/arrivals")
+    for index, at_s in enumerate(islice(arrivals.instants(rng), MAX_REQUESTS + 1)):
+        if at_s >= end_s:
+            return
+        yield index, at_s
+
+
+def _read_times(path: Path) -> list[float]:
+    from services.sim.azure import read_azure
+    from services.sim.mooncake import read_trace
+
+    reader = read_trace if ".jsonl" in path.suffixes else read_azure
+    try:
+        return [row.at_s for row in reader(path).arrivals]
+    except OSError as error:
+        raise ConfigError(f"arrivals.file: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"arrivals.file: {error}") from None
+
+
+def _choose(mix: Sequence[Share], rng: random.Random) -> Share:
+    return mix[0] if len(mix) == 1 else rng.choices(mix, [share.weight for share in mix])[0]
+
+
+def _planned(
+    index: int, number: int, turn: Turn, at_s: float | None, share: Share
+) -> PlannedRequest:
+    first = index * MAX_TURNS
+    return PlannedRequest(
+        number=first + number,
+        prompt=Prompt(turn.pieces),
+        max_tokens=turn.max_tokens,
+        at_s=at_s if turn.after is None else None,
+        after=None if turn.after is None else first + turn.after,
+        wait_s=turn.wait_s,
+        session=f"s{index}",
+        kind=turn.kind,
+        model=share.model,
+        tenant=share.tenant,
+        priority=share.priority,
+        ignore_eos=share.ignore_eos,
+        temperature=share.temperature,
+        seed=first + number if share.temperature else None,
+    )
