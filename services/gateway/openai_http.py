@@ -31,7 +31,13 @@ from services.gateway.openai_api import (
     parse_detokenize,
     parse_tokenize,
 )
-from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter, dump
+from services.gateway.openai_output import (
+    AnswerFacts,
+    BodyWriter,
+    CountingWriter,
+    StreamWriter,
+    dump,
+)
 from services.gateway.prepare import TextPool
 from services.gateway.rate_limits import rate_headers
 from services.gateway.spec import ChatInput, GenerateSpec
@@ -120,7 +126,7 @@ class HttpDoor:
         key = self._idempotency_key(exchange)
         digest = hashlib.sha256(exchange.route.encode() + b"\0" + raw).digest() if key else b""
         facts = self._facts(exchange, request, spec)
-        live = _LiveStream(exchange.responder, StreamWriter(facts)) if request.stream else None
+        live = _LiveStream(exchange.responder, _writer(facts)) if request.stream else None
         sink = None if live is None else live.sink
         outputs = self._desk.generate(spec, arrival, key, digest, sink)
         try:
@@ -331,6 +337,10 @@ class _LiveStream:
         if data:
             transport.write(chunk(data))
         return True
+
+
+def _writer(facts: AnswerFacts) -> StreamWriter:
+    return CountingWriter(facts) if facts.with_timing else StreamWriter(facts)
 
 
 def _route(spec: RouteSpec, endpoint: Endpoint) -> HttpRoute:

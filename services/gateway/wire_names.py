@@ -51,7 +51,8 @@ API_KEY = WireName(
 )
 TIMING = WireName(
     "x-isthmus-timing", _GENERATE,
-    "`1` or `true`: the last object gets a key `isthmus` with workers, mode and stage times.",
+    "`1` or `true`: the last object gets a key `isthmus` with workers, mode and stage times, and "
+    "in a stream each event of a choice one with `num_tokens`, the tokens since the last.",
 )  # fmt: skip
 TIMEOUT = WireName(
     "x-isthmus-timeout-ms", _GENERATE,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import RequestError
-from services.gateway.openai_output import AnswerFacts, BodyWriter, StreamWriter
+from services.gateway.openai_output import AnswerFacts, BodyWriter, CountingWriter, StreamWriter
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 
 END = RequestEnd(3, 1, 2)
@@ -54,6 +54,39 @@ def test_any_text_survives_the_prepared_bytes(
     assert all(event["model"] == 'm"odel' for event in events)
     assert [event.get("usage") is not None for event in events].count(True) == with_usage
     assert all(("usage" in event) == with_usage for event in events)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "ü"])), max_size=8),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_counted_events_tell_every_token_once(
+    deltas: list[tuple[int, str]], num_hidden: int, is_chat: bool, logprobs: bool
+) -> None:
+    facts = make_facts(is_chat=is_chat, logprobs=logprobs, with_timing=True)
+    plain, counting = StreamWriter(facts), CountingWriter(facts)
+    outputs = [ChoiceDelta(0, 0, (7,) * number, text) for number, text in deltas]
+    end = ChoiceEnd(0, "stop", None, sum(number for number, _ in deltas) + num_hidden)
+
+    without = events_of(b"".join(map(plain.delta, outputs)) + plain.end(end))
+    events = events_of(b"".join(map(counting.delta, outputs)) + counting.end(end))
+
+    counts = [event.pop("isthmus", {"num_tokens": 0})["num_tokens"] for event in events]
+    assert sum(counts) == end.num_tokens
+    assert min(counts) >= 0
+    assert events == without
+
+
+def test_counts_are_of_each_choice() -> None:
+    writer = CountingWriter(make_facts(with_timing=True))
+    raw = writer.delta(ChoiceDelta(0, 0, (1,), "")) + writer.delta(ChoiceDelta(1, 0, (1,), "b"))
+    raw += writer.delta(ChoiceDelta(0, 1, (1, 2), "a")) + writer.end(ChoiceEnd(1, "stop", None, 1))
+
+    counted = [(e["choices"][0]["index"], e["isthmus"]["num_tokens"]) for e in events_of(raw)[:2]]
+    assert counted == [(1, 1), (0, 3)]
+    assert events_of(raw)[-1]["isthmus"] == {"num_tokens": 0}
 
 
 def test_pending_text_makes_no_event() -> None:
