@@ -147,9 +147,14 @@ def policy(
         str, typer.Option("--policy", help="One of them; all and their bars if left out.")
     ] = "",
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 8,
+    model_file: Annotated[
+        Path | None,
+        typer.Option(help="Performance model, JSON; the one that comes with isthmus if left out."),
+    ] = None,
     cache_blocks: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Blocks of 512 tokens each worker holds.")
-    ] = 4000,
+        int,
+        typer.Option(min=0, max=1_000_000, help="Blocks of 512 tokens of a worker; 0 = its own."),
+    ] = 0,
     routers: Annotated[
         str, typer.Option(help="Router replicas; numbers with commas but for a single --trace.")
     ] = "1",
@@ -167,8 +172,10 @@ def policy(
 ) -> int:
     """Policies of placement on the same simulated workers: hits, balance, first tokens in time."""
     from services.bench.policy import as_markdown, chosen_policies, run_groups, run_table, run_trace
+    from services.kv.layout import BLOCK_TOKENS
+    from services.sim.cluster import ClusterSpec
+    from services.sim.performance import default_model, read_model
     from services.sim.placement import POLICIES
-    from services.sim.world import ClusterSpec
 
     traces = trace or []
     if not whole and (len(traces), synthetic_groups) not in ((1, False), (0, True)):
@@ -180,10 +187,13 @@ def policy(
     if markdown and not whole:
         raise typer.BadParameter("--markdown needs --whole")
     counts, progress = _numbers(routers, MAX_ROUTERS), Progress()
+    model = read_model(model_file) if model_file else default_model()
+    if cache_blocks:
+        model = model.model_copy(update={"kv_blocks": cache_blocks * 512 // BLOCK_TOKENS})
     spec = ClusterSpec(
         num_prefill=prefill,
         num_routers=counts[0],
-        cache_units=cache_blocks,
+        model=model,
         hint_lag_s=hint_lag_ms / 1000,
         hint_loss=hint_loss,
     )

@@ -28,11 +28,12 @@ from services.router.policy import (
 )
 from services.router.route_desk import LOCAL_FIELDS, LOCAL_TTL_S, MAX_BATCH
 from services.router.view import LIVE, ClusterView, WorkerView
-from services.sim.workers import Request
+from services.sim.request import Request
 
 OURS, AFFINITY, TWO_CHOICES, PLAIN_COST, RANDOM, ROUND_ROBIN = (
     "ours", "affinity", "two_choices", "plain_cost", "random", "round_robin",
 )  # fmt: skip
+UNDISPLACED = "ours_undisplaced"  # shared state, but what new blocks push out is not priced
 HINTED = frozenset({OURS, PLAIN_COST})  # that look at hints
 POLICIES = (OURS, AFFINITY, TWO_CHOICES, PLAIN_COST, RANDOM, ROUND_ROBIN)
 

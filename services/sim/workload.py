@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from services.common.ids import BlockHash
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.schema import HASH_FIELD_BYTES
 
@@ -52,6 +52,14 @@ class Workload:
             self._names[unit] = names
         return names
 
+    def filled_names(self, unit: int, num_tokens: int) -> tuple[BlockHash, ...]:
+        """Return the hint fields of the whole strides among the first tokens of a unit."""
+        names = self.unit_names(unit)
+        last = num_tokens // STRIDE_TOKENS * HASH_FIELD_BYTES
+        return tuple(
+            BlockHash(names[i : i + HASH_FIELD_BYTES]) for i in range(0, last, HASH_FIELD_BYTES)
+        )
+
 
 def faster(arrivals: Sequence[Arrival], speedup: float) -> tuple[Arrival, ...]:
     """Let the same prompts arrive `speedup` times as fast."""
@@ -71,11 +79,6 @@ def ideal_hit(workload: Workload) -> float:
     return hits / total if total else 0.0
 
 
-def leading_run(units: Sequence[int], held: set[int]) -> int:
+def leading_run(units: Sequence[int], held: Container[int]) -> int:
     """Return how many of the first units are held without a gap."""
     return next((i for i, unit in enumerate(units) if unit not in held), len(units))
-
-
-def shared_run(units: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many of the first units two prompts share; equal units follow equal ones."""
-    return bisect_left(range(min(len(units), len(others))), 1, key=lambda i: units[i] != others[i])

@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from services.common.ids import BlockHash, WorkerId
@@ -25,6 +25,7 @@ from services.router.output_lengths import OutputLengths
 from services.router.policy import (
     NO_LINKS,
     REMOTE,
+    STAY,
     Field,
     PolicyConfig,
     RequestFacts,
@@ -33,7 +34,8 @@ from services.router.policy import (
 )
 from services.router.route_desk import HOLD_EVERY_S
 from services.router.view import ClusterView, WorkerView
-from services.sim.block_cache import BlockCache
+from services.sim.cluster import AGGREGATED, DECODE, POOLS, PREFILL, ClusterSpec
+from services.sim.network import Handoff, Lines
 from services.sim.placement import (
     HINTED,
     OURS,
@@ -43,31 +45,14 @@ from services.sim.placement import (
     worker_info,
     worker_view,
 )
-from services.sim.workers import Pace, Request, Worker
+from services.sim.report import OK, REFUSED, PoolUse, Served, SimReport
+from services.sim.request import Request
+from services.sim.workers import Worker
 from services.sim.workload import Arrival, Workload
 
 MAX_EVENTS = 50_000_000
 LEASE_MS = 1 << 40  # nobody dies here, so idle workers need not renew
 _NOTHING = HintChange((), ())
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """What is simulated."""
-
-    num_prefill: int = 8
-    num_decode: int = 8
-    num_routers: int = 1
-    cache_units: int = 4000  # of each worker
-    prefill_tok_s: float = 20_000.0
-    chunk_tokens: int = 2048  # of a prompt, in one step
-    tbt_a_us: float = 12_000.0
-    tbt_b_us: float = 0.01
-    handoff_s: float = 0.005
-    max_output_tokens: int = 2048  # what clients allow; their answers are shorter
-    hint_lag_s: float = 0.01  # from a change of a cache to its hints
-    hint_loss: float = 0.0  # share of publishes that never arrive
-    heartbeat_s: float = 0.5
 
 
 @dataclass(slots=True)
@@ -80,11 +65,10 @@ class World:
     config: PolicyConfig
     seed: int = 0
     requests: list[Request] = field(default_factory=list)
-    prefill: dict[int, Worker] = field(default_factory=dict)
-    decode: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, Worker] = field(default_factory=dict)  # by slot
+    pool_of: dict[int, str] = field(default_factory=dict)  # by slot
     num_events: int = 0
     num_resyncs: int = 0
-    _workers: dict[int, Worker] = field(default_factory=dict)  # of both pools
     _twin: RegistryTwin = field(
         default_factory=lambda: RegistryTwin(lease_ms=LEASE_MS, sweep_buckets=0)
     )
@@ -100,6 +84,8 @@ class World:
     _now: float = 0.0
     _open: dict[int, Request] = field(default_factory=dict)
     _to_come: int = 0
+    _usual_mode: str = REMOTE
+    _lines: Lines = field(default_factory=Lines)
 
     def run(self) -> None:
         """Simulate until every answer is complete."""
@@ -112,17 +98,66 @@ class World:
             self._now, _, event = heapq.heappop(self._events)
             event()
 
+    def report(self) -> SimReport:
+        """Say what became of everything; the run is over."""
+        served = sorted((self._served(r) for r in self.requests), key=lambda r: r.number)
+        pools = {pool: self._pool_use(pool) for pool in POOLS if pool in self.pool_of.values()}
+        return SimReport(
+            tuple(served), pools, self._ended_at(), self.num_events, self.num_resyncs,
+            self._lines.num_bytes, self._lines.wait_s,
+        )  # fmt: skip
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless everything begun has ended and been released."""
         assert not self._open
         assert not self._to_come
         assert len(self._twin.reservations) == 0
-        for worker in self._workers.values():
+        for worker in self.workers.values():
+            worker.check_integrity()
             assert worker.is_idle
             assert not worker.waiting
-            assert worker.resident_tokens == 0
-            assert len(worker.cache) <= worker.capacity_units
+            assert not worker.arriving
         assert all(r.ended_at is not None for r in self.requests)
+
+    def _served(self, request: Request) -> Served:
+        arrival, ended_at, first_at = request.arrival, request.ended_at, request.first_token_at
+        later = arrival.output_tokens - 1
+        is_answered = ended_at is not None and first_at is not None and not request.is_refused
+        served = Served(
+            request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens,
+            OK if is_answered else REFUSED, num_units=len(arrival.units),
+        )  # fmt: skip
+        if ended_at is None or first_at is None or request.is_refused:
+            return served
+        return replace(
+            served,
+            ttft_s=request.ttft_s,
+            tpot_s=(ended_at - first_at) / later if later else None,
+            e2e_s=ended_at - arrival.at_s,
+            cached_tokens=request.cached_tokens,
+            cached_units=request.cached_units,
+            mode=request.mode,
+            prefill_worker=self._name(request.prefill_slot),
+            decode_worker=self._name(request.decode_slot),
+        )
+
+    def _ended_at(self) -> float:
+        return max((r.ended_at for r in self.requests if r.ended_at is not None), default=0.0)
+
+    def _name(self, slot: int | None) -> str:
+        return "" if slot is None else self._views[slot].worker_id
+
+    def _pool_use(self, pool: str) -> PoolUse:
+        workers = [worker for slot, worker in self.workers.items() if self.pool_of[slot] == pool]
+        work = [worker.work_tokens for worker in workers]
+        return PoolUse(
+            len(workers),
+            len(workers) * self._ended_at(),
+            sum(worker.prefill_busy_s for worker in workers),
+            sum(worker.decode_busy_s for worker in workers),
+            sum(work),
+            max(work) * len(work) / sum(work) if sum(work) else 1.0,
+        )
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         self.num_events += 1
@@ -135,14 +170,10 @@ class World:
     def _build(self) -> None:
         spec = self.spec
         self._lost = random.Random(f"{self.seed}/lost")
-        for role, number, pool in (
-            ("prefill", spec.num_prefill, self.prefill),
-            ("decode", spec.num_decode, self.decode),
-        ):
-            for i in range(number):
-                pace = Pace(spec.prefill_tok_s, spec.chunk_tokens, spec.tbt_a_us, spec.tbt_b_us)
-                worker = Worker(self.workload, BlockCache(spec.cache_units), spec.cache_units, pace)
-                pool[self._join(WorkerId(f"{role}-{i}"), role, worker)] = worker
+        self._usual_mode = STAY if spec.sizes()[AGGREGATED] else REMOTE
+        for i, (pool, model) in enumerate(spec.members()):
+            slot = self._join(WorkerId(f"{pool}-{i}"), pool, Worker(self.workload, model))
+            self.pool_of[slot] = pool
         self._arena = arena = self._lay_out()
         for i in range(spec.num_routers):
             self._lengths.append(OutputLengths(self.config.expected_output_tokens))
@@ -161,15 +192,16 @@ class World:
         view = ClusterView(tuple(self._views.values()), self._now)
         return lay_out(view, self.config, NO_LINKS, by_slot=True)
 
-    def _join(self, worker_id: WorkerId, role: str, worker: Worker) -> int:
+    def _join(self, worker_id: WorkerId, pool: str, worker: Worker) -> int:
         """Let a worker join, or join again with all its hints void."""
+        role = DECODE if pool == DECODE else PREFILL  # whoever does both begins with a prompt
         info, load = worker_info(worker_id, role), worker.load(self._now)
         answer = self._twin.join(
             info, "live", load, proposed_gen=1, is_rejoin=False, now_ms=self._now_ms()
         )
         slot = answer.slot
         self._views[slot] = worker_view(slot, answer.gen, info, load, Booked())
-        self._workers[slot], self._seqs[slot] = worker, 0
+        self.workers[slot], self._seqs[slot] = worker, 0
         return slot
 
     def _now_ms(self) -> int:
@@ -178,17 +210,17 @@ class World:
     def _beat(self, slot: int) -> None:
         """Report a load now and then, until it does not change any more."""
         self._beating.discard(slot)
-        load = self._workers[slot].load(self._now)
+        load = self.workers[slot].load(self._now)
         self._twin.renew(slot, self._views[slot].slot_gen, "live", load, self._now_ms())
         self._tell(slot, load)
-        if not self._workers[slot].is_idle:
+        if not self.workers[slot].is_idle:
             self._beat_later(slot)
 
     def _beat_later(self, slot: int) -> None:
         """Plan the next heartbeat; each worker has instants of its own, however idle it was."""
         if slot not in self._beating:
             self._beating.add(slot)
-            every, phase = self.spec.heartbeat_s, slot / len(self._workers)
+            every, phase = self.spec.heartbeat_s, slot / len(self.workers)
             when = (math.floor(self._now / every - phase) + 1 + phase) * every
             if when <= self._now:  # by rounding
                 when += every
@@ -213,8 +245,8 @@ class World:
         if not self._tell_store(slot, change):
             # Something was lost before it. As a worker does: a new generation, and all again.
             self.num_resyncs += 1
-            worker, info = self._workers[slot], self._views[slot].info
-            self._join(info.worker_id, info.role, worker)
+            worker, worker_id = self.workers[slot], self._views[slot].worker_id
+            self._join(worker_id, self.pool_of[slot], worker)
             self._arena = arena = self._lay_out()
             for placement in self._placements:
                 placement.laid_out(arena)
@@ -223,7 +255,7 @@ class World:
             assert is_taken, "a worker that has just joined is in sequence"
 
     def _tell_store(self, slot: int, change: HintChange) -> bool:
-        load, owner = self._workers[slot].load(self._now), (slot, self._views[slot].slot_gen)
+        load, owner = self.workers[slot].load(self._now), (slot, self._views[slot].slot_gen)
         now_ms = self._now_ms()
         said = self._twin.publish(owner, self._seqs[slot], change, load=load, now_ms=now_ms)
         self._tell(slot, load)
@@ -248,13 +280,15 @@ class World:
     def _arrive(self, router: int, batch: Sequence[tuple[int, Arrival]]) -> None:
         requests = [self._request(router, number, arrival) for number, arrival in batch]
         self._to_come -= len(batch)
-        for request, slot in zip(
-            requests, self._placements[router].place(requests, self._now), strict=True
-        ):
+        slots = self._placements[router].place(requests, self._now)
+        for request, slot in zip(requests, slots, strict=True):
             self.requests.append(request)
-            self._open[request.number] = request
             request.prefill_slot = slot
-            self._workers[slot].submit(request, self._now)
+            self._open[request.number] = request
+            if not self.workers[slot].can_hold(request):
+                self._end(request, is_refused=True)
+                continue
+            self.workers[slot].submit(request, self._now)
             self._beat_later(slot)
             self._plan(slot)
 
@@ -268,11 +302,11 @@ class World:
             prefix_root=names[:HASH_FIELD_BYTES],
             expected_output=self._lengths[router].expected(allowed),
         )
-        return Request(number, router, arrival, facts, names)
+        return Request(number, router, arrival, facts, names, self._usual_mode)
 
     def _plan(self, slot: int) -> None:
         """Look at a worker again when it completes something; what was planned before is void."""
-        when = self._workers[slot].next_at()
+        when = self.workers[slot].next_at()
         if self._due.get(slot) != when:
             self._due[slot] = when
             if when < math.inf:
@@ -282,9 +316,11 @@ class World:
         if self._due.get(slot) != planned:
             return
         del self._due[slot]
-        request, change = self._workers[slot].complete(self._now)
+        worker = self.workers[slot]
+        request, change = worker.complete(self._now)
         if change is None:
             self._end(request)
+            self._admit(slot)
         else:
             self._computed(request, slot, change)
         self._plan(slot)
@@ -293,15 +329,26 @@ class World:
         """A prompt is over here: its answer goes on where that was decided, or is now."""
         request.first_token_at = self._now
         self._publish_later(slot, change)
-        if request.arrival.output_tokens == 1:
+        if not request.left_tokens:
             self._end(request)
         elif request.mode == REMOTE:
             self._twin.release(request.rid, self._lies(request))
             self._placements[request.router].handed_off(request)
-            to = self._take_over(request, slot)
-            self._at(self._now + self.spec.handoff_s, lambda: self._decode(request, to))
+            to = request.decode_slot = self._take_over(request, slot)
+            if not self.workers[to].can_hold(request):
+                self.workers[slot].handed_off(request, self._now)
+                self._end(request, is_refused=True)
+                return
+            self.workers[to].arriving.append(request)
+            self._admit(to)
         else:
-            self._workers[slot].join(request, self._now)
+            request.decode_slot = slot
+            self.workers[slot].join(request, self._now)
+
+    def _admit(self, slot: int) -> None:
+        """Let a worker fetch what it has room for."""
+        for request in self.workers[slot].admit(self._now):
+            self._at(self._fetched_at(request, slot), lambda r=request: self._decode(r))  # type: ignore[misc]
 
     def _take_over(self, request: Request, slot: int) -> int:
         source = self._views[slot]
@@ -315,21 +362,39 @@ class World:
         assert verdict is not None, "no decode worker of a simulation ever leaves"
         return verdict.chosen.slot
 
-    def _decode(self, request: Request, slot: int) -> None:
-        change = self._workers[slot].join(request, self._now)
+    def _fetched_at(self, request: Request, to: int) -> float:
+        source, sink = request.prefill_slot, self.workers[to]
+        assert source is not None, "a request that is handed off was prefilled"
+        held = sink.cache.match(request.arrival.units) * self.workload.unit_tokens
+        is_now = self._now == request.first_token_at
+        handoff = Handoff(
+            source, to, max(0, request.source_tokens - held),
+            self.workers[source].model.chunk_tokens,
+            request.prefill_began_at if is_now else self._now,
+        )  # fmt: skip
+        return self._lines.fetch(handoff, self.workers[source].model, sink.model, self._now)
+
+    def _decode(self, request: Request) -> None:
+        slot, source = request.decode_slot, request.prefill_slot
+        assert slot is not None, "its KV has just crossed"
+        assert source is not None, "from there"
+        self.workers[source].handed_off(request, self._now)
+        change = self.workers[slot].join(request, self._now)
         self._publish_later(slot, change)
         self._beat_later(slot)
+        self._plan(source)
         self._plan(slot)
 
-    def _end(self, request: Request) -> None:
-        request.ended_at = self._now
+    def _end(self, request: Request, *, is_refused: bool = False) -> None:
+        request.ended_at, request.is_refused = self._now, is_refused
         del self._open[request.number]
-        self._twin.release(request.rid, self._lies(request))
+        self._twin.release(request.rid, b"" if is_refused else self._lies(request))
         self._twin.release(request.rid + "d")
         self._placements[request.router].handed_off(request)
-        self._lengths[request.router].note(
-            request.facts.max_tokens, request.arrival.output_tokens, self._now
-        )
+        if not is_refused:
+            self._lengths[request.router].note(
+                request.facts.max_tokens, request.arrival.output_tokens, self._now
+            )
 
     def _lies(self, request: Request) -> bytes:
         """Hints that the worker did not honour, as the router finds them."""
