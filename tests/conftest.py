@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("isthmus", deadline=None)
 settings.load_profile("isthmus")
 
-pytest_plugins = ["tests.support.models"]
+pytest_plugins = ["tests.support.models", "tests.support.short_paths"]
 
 
 def pytest_configure() -> None:
