@@ -440,9 +440,11 @@ async def test_a_prefill_worker_may_die_while_the_store_is_asked(
         task = asyncio.create_task(cluster.ask(call))
         await eventually(lambda: any(job.ends for job in _jobs(cluster, "prefill")))
         (victim,) = [w for w in (cluster["p0"], cluster["p1"]) if w.jobs]
-        await asyncio.sleep(0.1)
+        (progress,) = cluster.router._conductor.progresses()
+        (leg,) = progress.legs
+        await eventually(lambda: not leg.is_open)
         await victim.kill()
-        await eventually(lambda: cluster.state_of(victim.worker_id) != "live")
+        await eventually(lambda: leg.is_lost)
         answer.set()
         assert (await task).tokens() == reference(call)
         (received,) = _jobs(cluster, "continue_from")

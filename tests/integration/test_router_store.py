@@ -45,6 +45,7 @@ PREFIX = f"isthmus:{{{NS}}}:"
 PROMPT = list(range(1, 257))
 HINTS = chain_hashes(HashScope(DIGEST, "", ""), make_call(PROMPT).token_ids)[3::4]
 HINTS_BACK_S = 5.0
+PATIENT = ReaderConfig(floor_s=5.0, cap_s=5.0)  # a store without a core is not one that is away
 
 
 def bucket_of(name: bytes) -> str:
@@ -151,7 +152,9 @@ CASES: dict[str, tuple[Hurt, Hurt]] = {
 
 
 @asynccontextmanager
-async def hurt_cluster(folder: Path) -> AsyncIterator[tuple[Store, Cluster]]:
+async def hurt_cluster(
+    folder: Path, reader_config: ReaderConfig | None = None
+) -> AsyncIterator[tuple[Store, Cluster]]:
     """Run two pools of two, of which p1 holds PROMPT."""
     store = Store(folder)
     workers = [prefill("p0"), prefill("p1"), decoder("d0"), decoder("d1")]
@@ -159,7 +162,7 @@ async def hurt_cluster(folder: Path) -> AsyncIterator[tuple[Store, Cluster]]:
         worker.cached_tokens = 256  # as if no hint were ever wrong
     workers[1].cached = HINTS
     try:
-        async with running_cluster(store.url, workers) as cluster:
+        async with running_cluster(store.url, workers, reader_config=reader_config) as cluster:
             yield store, cluster
     finally:
         with suppress(ProcessLookupError):
@@ -200,7 +203,7 @@ async def test_a_hurt_store_costs_no_request_and_hints_come_back(case: str, tmp_
 
 async def test_lies_in_the_store_cost_no_request(tmp_path: Path) -> None:
     """I7: forged owners, loads and reservations mislead; the store stays in use all the same."""
-    async with hurt_cluster(tmp_path) as (store, cluster):
+    async with hurt_cluster(tmp_path, PATIENT) as (store, cluster):
         await until_hints_are_back(store, cluster)
         store.lie()
         for seed in range(25):
@@ -221,7 +224,7 @@ def forged_loads(store: Store) -> list[int]:
 
 async def test_answers_say_that_the_store_had_no_part(tmp_path: Path) -> None:
     """The router alone decides while the store is away, and says so."""
-    async with hurt_cluster(tmp_path) as (store, cluster):
+    async with hurt_cluster(tmp_path, PATIENT) as (store, cluster):
         assert not (await cluster.ask(make_call())).end.timing.routed_locally
         store.kill()
         await eventually(lambda: cluster.router.is_degraded[0])
@@ -233,7 +236,7 @@ async def test_a_router_asks_the_store_from_its_first_request_on(tmp_path: Path)
     async with hurt_cluster(tmp_path) as (store, _cluster):
         patient = LinkConfig(connect_timeout_s=30.0)
         config = RouterConfig(router_id="second", link=patient, policy=NO_BYPASS)
-        second = Cluster(make_router(config, store.url), {}, store.url)
+        second = Cluster(make_router(config, store.url, reader_config=PATIENT), {}, store.url)
         await second.router.start()
         try:
             assert {worker.state for worker in second.router.view().workers} == {"live"}
