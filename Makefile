@@ -7,10 +7,15 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 MODEL ?= smollm2
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PYTEST := $(BIN)/python -m pytest
+# More than cores: tests of the smaller kinds wait for processes and leases half of their time. A
+# file stays in one process, which keeps its fixtures; in the order of their names the long waits of
+# integration are not left to the end.
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := services kernels loadtest tools tests
 EXTRAS := ray,kubernetes,test,dev
 
@@ -94,10 +99,10 @@ docs-check: $(STAMPS)/install
 # -- tests -----------------------------------------------------------------------------------
 
 unit: setup ## fast tests, nothing outside the process
-	$(PYTEST) tests/unit
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
 
 integration: setup ## one real seam each: store, gRPC, ZMQ
-	$(PYTEST) tests/integration
+	$(PYTEST) $(SIDE_BY_SIDE) tests/integration
 
 e2e: setup ## every process of a cluster on this machine
 	$(PYTEST) tests/e2e
@@ -109,7 +114,8 @@ gpu: setup ## what needs CUDA; skipped without
 	$(PYTEST) -m gpu tests
 
 test: setup static ## what CI runs: static checks and every test that needs no GPU
-	$(PYTEST) tests
+	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore=tests/e2e --ignore=tests/chaos
+	$(PYTEST) tests/e2e tests/chaos
 
 test-extra: test ## the same, plus what needs programs a fresh machine lacks (skipped if absent)
 
