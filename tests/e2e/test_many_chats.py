@@ -14,7 +14,7 @@ from services.bench.local_cluster import LocalCluster as Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_CHATS = 64
-MAX_TOKENS = 24
+MAX_TOKENS = 12
 TOPICS = (
     "rivers", "bread", "clocks", "glass", "winter", "maps", "violins", "bridges",
 )  # fmt: skip

@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 NUM_BLOCKS = 40
 CLIENTS = 10
-LOAD_S = 15.0
+LOAD_S = 5.0
+MAX_ROUNDS = 12  # of that: on a busy machine it takes longer until a pool has overflowed
 DEADLINE_S = 30.0
 # What a client may be told where there is no room; anything else is a fault.
 TYPED = {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
@@ -77,6 +78,21 @@ async def stand_still(pid: int, rng: random.Random, for_s: float) -> None:
         await asyncio.sleep(rng.uniform(0.1, 0.4))
 
 
+def num_preemptions(cluster: LocalCluster) -> int:
+    return sum(status.preemptions for status in cluster.worker_statuses())
+
+
+async def press(cluster: LocalCluster, load: MixedLoad, pid: int) -> None:
+    """Go on until requests have been preempted and every client could have had an answer."""
+    rng, before = random.Random(3), await asyncio.to_thread(num_preemptions, cluster)
+    for _ in range(MAX_ROUNDS):
+        await stand_still(pid, rng, LOAD_S)
+        is_preempted = await asyncio.to_thread(num_preemptions, cluster) > before
+        if is_preempted and load.num_answered >= CLIENTS:
+            return
+    pytest.fail(f"nothing was preempted: {load.num_answered} answers prove nothing")
+
+
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
 async def test_answers_are_right_while_pools_overflow(
     cluster: LocalCluster, bodies: list[Body], expected: list[Heard], slow: str
@@ -88,18 +104,16 @@ async def test_answers_are_right_while_pools_overflow(
         load.run(cluster, clients=CLIENTS, timeout_s=DEADLINE_S, modes=modes)
     )
     pid = cluster.pid_of(slow)
-    pressing = asyncio.ensure_future(stand_still(pid, random.Random(3), LOAD_S))
+    pressing = asyncio.ensure_future(press(cluster, load, pid))
     await asyncio.wait({clients, pressing}, return_when=asyncio.FIRST_COMPLETED)
     load.stop()
-    await pressing
     await clients
+    await pressing
     print(
         f"{slow} slow: {load.num_answered} answered, {load.codes}, {load.slowest_s:.1f} s at most"
     )
-    assert load.num_answered >= CLIENTS
     assert set(load.codes) <= TYPED
     await asyncio.to_thread(cluster.assert_no_blocks_in_use, 15.0)
     statuses = await asyncio.to_thread(cluster.worker_statuses)
-    assert sum(status.preemptions for status in statuses) > 0, "else this proves nothing"
     for status in statuses:
         assert status.blocks_free + status.blocks_cached == status.blocks_total == NUM_BLOCKS
