@@ -175,7 +175,8 @@ def http_page() -> str:
                 "Metadata before the first frame:",
                 _names(wire_names.GRPC_INITIAL),
                 "An error is a status, whose details begin with the code, and trailing metadata. "
-                "An answer is\ncomplete only if its last frame has `usage` and `timing`.",
+                "An answer is\ncomplete only if its last frame has `usage` and `timing`. "
+                "That frame holds tokens too where they and\nthe end came at once.",
                 _names(wire_names.GRPC_TRAILERS),
             )
         )

@@ -149,8 +149,10 @@ class Load:
             except grpc.aio.AioRpcError as error:
                 self.report.faults.append(f"{error.code().name}: {(error.details() or '')[:200]}")
                 continue
-            self._done(started, frames - 1)  # the last one has no text
-            self.report.worker_ms.append(_worker_ms(last))
+            end = inference_pb2.GenerateFrame.FromString(last)
+            # The last one is the end alone where that came later than the last token.
+            self._done(started, frames - (not end.num_tokens))
+            self.report.worker_ms.append(_worker_ms(end.timing))
 
     # -- server-sent events ------------------------------------------------------------------
 
@@ -204,8 +206,7 @@ class Load:
         return head.encode() + body
 
 
-def _worker_ms(frame: bytes) -> float:
-    timing = inference_pb2.GenerateFrame.FromString(frame).timing
+def _worker_ms(timing: common_pb2.Timing) -> float:
     stages = (timing.queue_prefill_us, timing.prefill_us, timing.handoff_us,
               timing.queue_decode_us, timing.decode_us)  # fmt: skip
     return sum(stages) / 1e3

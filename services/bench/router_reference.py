@@ -38,7 +38,6 @@ async def serve_grpc(num_frames: int) -> tuple[grpc.aio.Server, int]:
     async def generate(_request: bytes, _context: object) -> AsyncIterator[bytes]:
         for _ in range(num_frames):
             yield frame
-        yield frame
 
     server = grpc.aio.server()
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(generate)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
@@ -18,7 +19,7 @@ from services.gateway.prepare import Preparer
 from services.gateway.shared_run import SharedRun
 from services.gateway.spec import GenerateSpec
 from services.gateway.validate import Arrival, deadline_of
-from services.router.api import GenerateCall, OutputSink, RequestEnd, RouterOutput, RouterPort
+from services.router.api import GenerateCall, OutputSink, RouterOutput, RouterPort, WriteOutputs
 from services.router.output_sink import TappedSink
 from services.telemetry.logs import get_logger
 
@@ -76,14 +77,15 @@ class FrontDesk:
         deadline = deadline_of(spec.timeout_ms, arrival, self.config.limits)
         return max(0.0, deadline - self.clock.now() + DEADLINE_GRACE_S)
 
-    def generate(
+    async def generate(
         self,
         spec: GenerateSpec,
         arrival: Arrival,
+        write: WriteOutputs,
         key: str = "",
         fingerprint: bytes = b"",
         sink: OutputSink | None = None,
-    ) -> AsyncGenerator[RouterOutput, None]:
+    ) -> None:
         """Run a request, or join the one of the same idempotency key. Raises IsthmusError.
 
         A sink is used where the caller is the only reader: it has no key.
@@ -93,7 +95,8 @@ class FrontDesk:
         # Before anything is made whose size the request decides.
         self.preparer.check(spec)
         if not key:
-            return self._run(spec, arrival, sink)
+            await self._run(spec, arrival, sink, write)
+            return
         claim = self._table.claim(arrival.tenant, key, fingerprint, self.clock.now())
         if claim.reason == "forgotten":
             raise RequestError(
@@ -101,15 +104,16 @@ class FrontDesk:
                 "a request with this idempotency key has finished; its answer is no longer kept",
             )
         if claim.run is not None:
-            return claim.run.read()
+            await claim.run.read(write)
+            return
         run = SharedRun(
-            self._run(spec, arrival),
+            partial(self._run, spec, arrival, None),
             lambda done: self._run_done(arrival.tenant, key, done),
             self.config.orphan_grace_s,
         )
         self._table.start(arrival.tenant, key, fingerprint, run)
         self._shared.add(run)
-        return run.read()
+        await run.read(write)
 
     def start_draining(self) -> None:
         """Refuse new requests from now on."""
@@ -131,8 +135,12 @@ class FrontDesk:
             await run.close()
 
     async def _run(
-        self, spec: GenerateSpec, arrival: Arrival, sink: OutputSink | None = None
-    ) -> AsyncGenerator[RouterOutput, None]:
+        self,
+        spec: GenerateSpec,
+        arrival: Arrival,
+        sink: OutputSink | None,
+        write: WriteOutputs,
+    ) -> None:
         self._num_open += 1
         self._idle.clear()
         has_ended = False
@@ -141,16 +149,14 @@ class FrontDesk:
             with self.accounting.billed(arrival.tenant, len(call.token_ids)) as bill:
                 if sink is not None:
                     call = replace(call, sink=TappedSink(sink, bill.note))
-                outputs = self._router.generate(call)
-                try:
-                    async for output in outputs:
+
+                async def note_and_write(outputs: Sequence[RouterOutput]) -> None:
+                    for output in outputs:
                         bill.note(output)
-                        has_ended = isinstance(output, RequestEnd)
-                        yield output
-                finally:
-                    # The iterator may lack aclose() in a fake; the real one is a generator.
-                    if isinstance(outputs, AsyncGenerator):
-                        await outputs.aclose()
+                    await write(outputs)
+
+                await self._router.generate(call, note_and_write)
+                has_ended = bill.end is not None
         except IsthmusError:
             raise
         except asyncio.CancelledError:

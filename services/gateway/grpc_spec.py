@@ -128,10 +128,10 @@ def delta_frame(delta: ChoiceDelta, *, with_ids: bool) -> inference_pb2.Generate
     return frame
 
 
-def end_frame(end: ChoiceEnd) -> inference_pb2.GenerateFrame:
-    """Write the end of one choice."""
-    finish = inference_pb2.Finish(reason=_FINISH[end.finish_reason], stop=end.stop or "")
-    return inference_pb2.GenerateFrame(choice=end.choice, first_index=end.num_tokens, finish=finish)
+def add_choice_end(frame: inference_pb2.GenerateFrame, end: ChoiceEnd) -> None:
+    """Put the end of a choice on its last frame."""
+    frame.finish.reason = _FINISH[end.finish_reason]
+    frame.finish.stop = end.stop or ""
 
 
 def add_request_end(frame: inference_pb2.GenerateFrame, end: RequestEnd) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
 from services.gateway.auth import Authenticator, Caller
@@ -20,10 +21,10 @@ from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_call import AnyContext, abort, text_metadata
 from services.gateway.grpc_spec import (
+    add_choice_end,
     add_request_end,
     chat_input,
     delta_frame,
-    end_frame,
     parse_generate,
     unpack_ids,
 )
@@ -195,13 +196,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 (*_initial_metadata(request, progress.request_id), *rate_headers(verdict).items())
             )
             spec, arrival = self._parse(request, context, metadata, progress)
-            outputs = self._desk.generate(spec, arrival, *_idempotency(request))
-            left_s = self._desk.time_left_s(spec, arrival)
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._write(outputs, request.return_token_ids, context, progress)
-            finally:
-                await outputs.aclose()
+            writer = _FrameWriter(request.return_token_ids, context, progress, self._clock)
+            async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
+                await self._desk.generate(spec, arrival, writer.write, *_idempotency(request))
+            if progress.end is None:
+                raise RequestError("internal", "the answer ended without its end")
 
     def _parse(
         self,
@@ -222,47 +221,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             session=session_of(metadata.get(SESSION.name, ""), self._limits),
         )
         return self._desk.preparer.resolved(spec, arrival), arrival
-
-    async def _write(
-        self,
-        outputs: AsyncGenerator[RouterOutput, None],
-        with_ids: bool,
-        context: GenerateContext,
-        progress: _Progress,
-    ) -> None:
-        """Write frames. An end waits for what follows it: the last one carries usage."""
-        pending: inference_pb2.GenerateFrame | None = None
-        async for output in outputs:
-            if isinstance(output, ChoiceDelta):
-                frame = delta_frame(output, with_ids=with_ids)
-            elif isinstance(output, ChoiceEnd):
-                frame = end_frame(output)
-            else:
-                if pending is None:
-                    break
-                progress.end = output
-                add_request_end(pending, output)
-                await self._write_one(pending, context, progress)
-                return
-            if pending is not None:
-                await self._write_one(pending, context, progress)
-                pending = None
-            if isinstance(output, ChoiceEnd):
-                pending = frame
-            else:
-                await self._write_one(frame, context, progress)
-        raise RequestError("internal", "the answer ended without its end")
-
-    async def _write_one(
-        self,
-        frame: inference_pb2.GenerateFrame,
-        context: GenerateContext,
-        progress: _Progress,
-    ) -> None:
-        if progress.ttft_s is None:
-            frame.request_id = progress.request_id
-            progress.ttft_s = self._clock.now() - progress.received_at
-        await context.write(frame)
 
     async def _tokenize(
         self, request: inference_pb2.TokenizeRequest, received_at: float, time_left: float | None
@@ -303,6 +261,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 peer=progress.peer,
             )
         )
+
+
+class _FrameWriter:
+    """Writes a request's outputs. What is there at once shares a frame where it may."""
+
+    def __init__(
+        self, with_ids: bool, context: GenerateContext, progress: _Progress, clock: Clock
+    ) -> None:
+        self._with_ids = with_ids
+        self._context = context
+        self._progress = progress
+        self._clock = clock
+        # An end waits for what follows it: the last frame carries usage.
+        self._pending: inference_pb2.GenerateFrame | None = None
+
+    async def write(self, outputs: Sequence[RouterOutput]) -> None:
+        """Write frames, but for the end of a choice that may be the last."""
+        for output in outputs:
+            if isinstance(output, ChoiceDelta):
+                await self._flush()
+                self._pending = delta_frame(output, with_ids=self._with_ids)
+            elif isinstance(output, ChoiceEnd):
+                await self._add_end(output)
+            elif self._pending is not None:
+                add_request_end(self._pending, output)
+                self._progress.end = output
+                await self._flush()
+        if self._pending is not None and not self._pending.HasField("finish"):
+            await self._flush()
+
+    async def _add_end(self, end: ChoiceEnd) -> None:
+        pending = self._pending
+        if pending is None or pending.choice != end.choice or pending.HasField("finish"):
+            await self._flush()
+            pending = inference_pb2.GenerateFrame(choice=end.choice, first_index=end.num_tokens)
+            self._pending = pending
+        add_choice_end(pending, end)
+
+    async def _flush(self) -> None:
+        frame, self._pending = self._pending, None
+        if frame is None:
+            return
+        progress = self._progress
+        if progress.ttft_s is None:
+            frame.request_id = progress.request_id
+            progress.ttft_s = self._clock.now() - progress.received_at
+        await self._context.write(frame)
 
 
 def _initial_metadata(

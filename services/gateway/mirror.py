@@ -7,11 +7,10 @@ copies run: what does not fit is not mirrored.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.errors import IsthmusError
-from services.router.api import GenerateCall, RouterPort
+from services.router.api import GenerateCall, RouterOutput, RouterPort
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -54,12 +53,7 @@ class Mirror:
     async def _run(self, prepare: Callable[[], Awaitable[GenerateCall]]) -> None:
         outcome = FAILED
         try:
-            outputs = self._router.generate(await prepare())
-            async with contextlib.AsyncExitStack() as stack:
-                if isinstance(outputs, AsyncGenerator):
-                    await stack.enter_async_context(contextlib.aclosing(outputs))
-                async for _ in outputs:
-                    pass
+            await self._router.generate(await prepare(), _throw_away)
             outcome = OK
         except IsthmusError as error:
             log.info("gateway.mirror_failed", code=error.spec.code)
@@ -67,3 +61,7 @@ class Mirror:
             log.exception("gateway.mirror_failed")
         finally:
             self._note(outcome)
+
+
+async def _throw_away(_outputs: Sequence[RouterOutput]) -> None:
+    pass

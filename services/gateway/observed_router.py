@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.clock import Clock
@@ -16,6 +16,7 @@ from services.router.api import (
     RouterOutput,
     RouterPort,
     ServedModel,
+    WriteOutputs,
 )
 from services.router.output_sink import TappedSink
 from services.telemetry import catalog
@@ -55,8 +56,8 @@ class ObservedRouter:
         """Whether requests are routed without the store, and why."""
         return self._inner.is_degraded
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
-        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
+        """Run a request and write its outputs; being cancelled ends it. Raises IsthmusError."""
         started_ns = self._tracing.wall_ns(call.received_at)
         span = self._tracing.start(
             catalog.SPAN_REQUEST,
@@ -67,27 +68,23 @@ class ObservedRouter:
         self._trace_ids.put(call.request_id, span.trace_id)
         outcome = "cancelled"
         gaps = _Gaps(self._metrics, self._clock)
+
+        async def note_and_write(outputs: Sequence[RouterOutput]) -> None:
+            nonlocal outcome
+            for output in outputs:
+                if isinstance(output, ChoiceDelta):
+                    gaps.note(output)
+                elif isinstance(output, RequestEnd):
+                    outcome = "ok"
+                    self._ended(span, call, output.timing, gaps, started_ns)
+            await write(outputs)
+
         try:
             if call.sink is not None:
                 call = replace(call, sink=TappedSink(call.sink, gaps.note))
             if span.traceparent:
                 call = replace(call, traceparent=span.traceparent)
-            outputs = self._inner.generate(call)
-            try:
-                async for output in outputs:
-                    if isinstance(output, ChoiceDelta):
-                        gaps.note(output)
-                    elif isinstance(output, RequestEnd):
-                        outcome = "ok"
-                        tpot_s = gaps.end(output.timing.mode)
-                        self._count_slo("ttft", call.slo_ttft_ms, output.timing.ttft_us / 1e6)
-                        self._count_slo("tpot", call.slo_tpot_ms, tpot_s)
-                        self._close(span, call, output.timing, started_ns)
-                    yield output
-            finally:
-                # The iterator may lack aclose() in a fake; the real one is a generator.
-                if isinstance(outputs, AsyncGenerator):
-                    await outputs.aclose()
+            await self._inner.generate(call, note_and_write)
         except IsthmusError as error:
             outcome = error.spec.code
             raise
@@ -97,6 +94,14 @@ class ObservedRouter:
             if outcome != "ok":
                 span.set(outcome=outcome)
             span.end(error_code="" if outcome == "ok" else outcome)
+
+    def _ended(
+        self, span: Span, call: GenerateCall, timing: RequestTiming, gaps: _Gaps, started_ns: int
+    ) -> None:
+        tpot_s = gaps.end(timing.mode)
+        self._count_slo("ttft", call.slo_ttft_ms, timing.ttft_us / 1e6)
+        self._count_slo("tpot", call.slo_tpot_ms, tpot_s)
+        self._close(span, call, timing, started_ns)
 
     def _count_slo(self, slo: str, target_ms: int, value_s: float | None) -> None:
         """Count a request whose client named a target, unless nothing was there to measure."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -63,10 +62,18 @@ from services.gateway.wire_names import (
     TRACEPARENT,
     RouteSpec,
 )
-from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, ServedModel
+from services.router.api import (
+    ChoiceDelta,
+    ChoiceEnd,
+    RequestEnd,
+    RouterOutput,
+    ServedModel,
+    WriteOutputs,
+)
 from services.router.output_sink import LiveSink
 
 T = TypeVar("T")
+_Generate = Callable[[WriteOutputs], Awaitable[None]]
 
 _INLINE_PARSE_BYTES = 64 << 10  # larger bodies are parsed in a thread
 _TRUE = ("1", "true")
@@ -128,15 +135,19 @@ class HttpDoor:
         facts = self._facts(exchange, request, spec)
         live = _LiveStream(exchange.responder, _writer(facts)) if request.stream else None
         sink = None if live is None else live.sink
-        outputs = self._desk.generate(spec, arrival, key, digest, sink)
+
+        async def generate(write: WriteOutputs) -> None:
+            await self._desk.generate(spec, arrival, write, key, digest, sink)
+            if exchange.end is None:
+                raise RequestError("internal", "the answer ended without its end")
+
         try:
             async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
-                async with contextlib.aclosing(outputs):
-                    if live is None:
-                        work = self._whole(exchange, outputs, facts, spec.n)
-                    else:
-                        work = self._stream(exchange, outputs, live)
-                    await while_connected(work, exchange.receive)
+                if live is None:
+                    work = self._whole(exchange, generate, facts, spec.n)
+                else:
+                    work = self._stream(exchange, generate, live)
+                await while_connected(work, exchange.receive)
         except TimeoutError:
             raise RequestError("deadline_exceeded", "the request's deadline passed") from None
 
@@ -148,61 +159,59 @@ class HttpDoor:
 
         return admit
 
-    async def _stream(
-        self,
-        exchange: Exchange,
-        outputs: AsyncGenerator[RouterOutput, None],
-        live: _LiveStream,
-    ) -> None:
-        writer, responder = live.writer, exchange.responder
-        try:
-            async for output in outputs:
-                live.sink.is_open = False  # it must not overtake this one
-                # Started late: an error before the first token keeps its own HTTP status.
-                if not responder.has_started:
-                    await responder.start_events()
-                    exchange.ttft_s = self._clock.now() - exchange.received_at
+    async def _stream(self, exchange: Exchange, generate: _Generate, live: _LiveStream) -> None:
+        responder = exchange.responder
+
+        async def write(outputs: Sequence[RouterOutput]) -> None:
+            live.sink.is_open = False  # it must not overtake these
+            # Started late: an error before the first token keeps its own HTTP status.
+            if not responder.has_started:
+                await responder.start_events()
+                exchange.ttft_s = self._clock.now() - exchange.received_at
+            for output in outputs:
                 if isinstance(output, ChoiceDelta):
-                    data = writer.delta(output)
+                    data = live.writer.delta(output)
                     if data:
                         await responder.events(data)
-                    live.sink.is_open = True
                 elif isinstance(output, ChoiceEnd):
-                    await responder.events(writer.end(output))
+                    await responder.events(live.writer.end(output))
                 else:
                     exchange.end = output
-                    await responder.end_events(writer.finish(output))
-                    return
-            raise RequestError("internal", "the answer ended without its end")
+                    await responder.end_events(live.writer.finish(output))
+            live.sink.is_open = exchange.end is None
+
+        try:
+            await generate(write)
         except IsthmusError as error:
             if not responder.has_started:
                 raise
             live.sink.is_open = False
             # Headers are out: the error is an event, and no finish_reason or DONE follows.
             exchange.code = error.spec.code
-            await responder.end_events(writer.error(error))
+            await responder.end_events(live.writer.error(error))
 
     async def _whole(
-        self,
-        exchange: Exchange,
-        outputs: AsyncGenerator[RouterOutput, None],
-        facts: AnswerFacts,
-        num_choices: int,
+        self, exchange: Exchange, generate: _Generate, facts: AnswerFacts, num_choices: int
     ) -> None:
-        writer = BodyWriter(facts, num_choices)
-        async for output in outputs:
-            if isinstance(output, ChoiceDelta):
-                if exchange.ttft_s is None:
-                    exchange.ttft_s = self._clock.now() - exchange.received_at
-                writer.delta(output)
-            elif isinstance(output, ChoiceEnd):
-                writer.end(output)
-            else:
-                exchange.end = output
-                headers = _where_headers(output)
-                await exchange.responder.whole(200, writer.finish(output), headers=headers)
-                return
-        raise RequestError("internal", "the answer ended without its end")
+        writer: BodyWriter | None = None
+
+        async def write(outputs: Sequence[RouterOutput]) -> None:
+            nonlocal writer
+            # Not before the desk has checked how many choices there are.
+            writer = writer or BodyWriter(facts, num_choices)
+            for output in outputs:
+                if isinstance(output, ChoiceDelta):
+                    if exchange.ttft_s is None:
+                        exchange.ttft_s = self._clock.now() - exchange.received_at
+                    writer.delta(output)
+                elif isinstance(output, ChoiceEnd):
+                    writer.end(output)
+                else:
+                    exchange.end = output
+                    headers = _where_headers(output)
+                    await exchange.responder.whole(200, writer.finish(output), headers=headers)
+
+        await generate(write)
 
     async def _models(self, exchange: Exchange) -> None:
         models = self._desk.preparer.models()

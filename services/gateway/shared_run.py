@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.errors import IsthmusError, RequestError
-from services.router.api import RouterOutput
+from services.router.api import RouterOutput, WriteOutputs
+
+_READ_AT_ONCE = 16  # outputs
 
 
 class SharedRun:
-    """Pumps a request's outputs into a list its readers follow.
+    """Keeps a request's outputs in a list its readers follow.
 
     Without a reader the run goes on for `orphan_grace_s`, so that a client whose connection
     broke can come back with the same key; then it is cancelled. The list is bounded by the
@@ -20,7 +21,7 @@ class SharedRun:
 
     def __init__(
         self,
-        outputs: AsyncGenerator[RouterOutput, None],
+        run: Callable[[WriteOutputs], Awaitable[None]],
         on_done: Callable[[SharedRun], None],
         orphan_grace_s: float,
     ) -> None:
@@ -32,20 +33,21 @@ class SharedRun:
         self._num_readers = 0
         self._changed = asyncio.Event()
         self._orphan_timer: asyncio.TimerHandle | None = None
-        self._task = asyncio.get_running_loop().create_task(self._pump(outputs))
+        self._task = asyncio.get_running_loop().create_task(self._run(run))
         # A callback and not a `finally`: a task cancelled before its first step runs no code.
         self._task.add_done_callback(self._finish)
 
-    async def read(self) -> AsyncGenerator[RouterOutput, None]:
-        """Give every output from the first on; raise the run's error where it ended."""
+    async def read(self, write: WriteOutputs) -> None:
+        """Write every output from the first on; raise the run's error where it ended."""
         self._num_readers += 1
         self._stop_timer()
         try:
             index = 0
             while True:
                 while index < len(self.outputs):
-                    yield self.outputs[index]
-                    index += 1
+                    outputs = self.outputs[index : index + _READ_AT_ONCE]
+                    index += len(outputs)
+                    await write(outputs)
                 if self.is_done:
                     if self.error is not None:
                         raise _fresh(self.error)
@@ -63,11 +65,12 @@ class SharedRun:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def _pump(self, outputs: AsyncGenerator[RouterOutput, None]) -> None:
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                self.outputs.append(output)
-                self._wake()
+    async def _run(self, run: Callable[[WriteOutputs], Awaitable[None]]) -> None:
+        await run(self._keep)
+
+    async def _keep(self, outputs: Sequence[RouterOutput]) -> None:
+        self.outputs += outputs
+        self._wake()
 
     def _finish(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

@@ -233,7 +233,7 @@ class GenerateFrame(_message.Message):
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """on the request's last frame"""
+        """on the request's last frame, which may hold tokens too"""
 
     @_builtins.property
     def timing(self) -> _common_pb2.Timing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -114,7 +114,7 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The request is over; always the last item of a stream that did not raise."""
+    """The request is over; always the last output of a request that did not fail."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -123,6 +123,8 @@ class RequestEnd:
 
 
 RouterOutput = ChoiceDelta | ChoiceEnd | RequestEnd
+# Takes all that is there for a client, in order: what comes at once can leave in one message.
+WriteOutputs = Callable[[Sequence[RouterOutput]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,8 @@ class ServedModel:
 class RouterPort(Protocol):
     """What the front doors need of the router."""
 
-    def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
-        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
+        """Run a request and write its outputs; being cancelled ends it. Raises IsthmusError."""
         ...
 
     def served_models(self) -> tuple[ServedModel, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -13,7 +13,14 @@ from services.common.ids import BlockHash
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
 from services.registry.reader import RegistryReader
-from services.router.api import ChoiceDelta, GenerateCall, RequestEnd, RouterOutput, ServedModel
+from services.router.api import (
+    ChoiceDelta,
+    GenerateCall,
+    RequestEnd,
+    RouterOutput,
+    ServedModel,
+    WriteOutputs,
+)
 from services.router.cluster_watch import ClusterWatch
 from services.router.conductor import Conductor
 from services.router.config import RouterConfig
@@ -200,23 +207,20 @@ class Router:
 
     # -- requests ----------------------------------------------------------------------------
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
-        """Run a request; closing the iterator cancels it. Raises IsthmusError."""
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
+        """Run a request and write its outputs; being cancelled ends it. Raises IsthmusError."""
         request: OpenRequest | None = None
         end: RequestEnd | None = None
         error: IsthmusError | None = None
         try:
             request = self._admit(call)
             await self._route(request)
-            marks = request.progress.marks
             while end is None:
-                output = await request.buffer.get()
-                if isinstance(output, RequestEnd):
-                    output = end = self._final(request.progress)
-                elif marks.first_frame is None and isinstance(output, ChoiceDelta):
-                    marks.first_frame = self._clock.now()
-                    self._gate.first_token(request.progress)
-                yield output
+                outputs = await request.buffer.take()
+                self._note_first(request.progress, outputs)
+                if isinstance(outputs[-1], RequestEnd):
+                    outputs[-1] = end = self._final(request.progress)
+                await write(outputs)
         except IsthmusError as failure:
             error = failure
             raise
@@ -289,6 +293,13 @@ class Router:
         self._gate.sent(progress)
         if progress.legs:
             desk.sent(progress.hashes, progress.legs[0].worker_id)
+
+    def _note_first(self, progress: Progress, outputs: Sequence[RouterOutput]) -> None:
+        if progress.marks.first_frame is not None:
+            return
+        if any(isinstance(output, ChoiceDelta) for output in outputs):
+            progress.marks.first_frame = self._clock.now()
+            self._gate.first_token(progress)
 
     def _final(self, progress: Progress) -> RequestEnd:
         """Fill in the figures of a request at the moment its last frame is written."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from services.common.errors import ConfigError, RequestError
-from services.router.api import GenerateCall, RouterOutput, ServedModel
+from services.router.api import GenerateCall, ServedModel, WriteOutputs
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
 from services.router.reports import Latencies, RequestReport, RunningRequest, Totals
@@ -33,8 +33,8 @@ class ModelSet:
 
     # -- RouterPort --------------------------------------------------------------------------
 
-    def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
-        """Run a request on its model; closing the iterator cancels it. Raises IsthmusError."""
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
+        """Run a request on its model, as its router does. Raises IsthmusError."""
         router = self._routers.get(call.model)
         if router is None:
             raise RequestError(
@@ -42,7 +42,7 @@ class ModelSet:
                 f"model {call.model[:128]!r} is not served; served: {', '.join(self._routers)}",
                 param="model",
             )
-        return router.generate(call)
+        await router.generate(call, write)
 
     def served_models(self) -> tuple[ServedModel, ...]:
         """Every model, the default one first."""

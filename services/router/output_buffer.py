@@ -10,6 +10,7 @@ from services.router.api import ChoiceDelta, OutputSink, RouterOutput
 
 JOIN_AFTER = 64  # outputs that wait: the client is late anyway, so further ones share a frame
 JOINED_TOKENS = 64  # in such a frame
+TAKE_AT_MOST = 16  # outputs in the hands of who writes them, beyond the bounds of the buffer
 JOIN_BACK = 16  # outputs looked at for the newest of a choice: as many as choices
 
 _OUTPUT_BYTES = 360  # of an output's objects, without what is in them
@@ -113,16 +114,17 @@ class OutputBuffer:
         self._items.clear()
         self._size_bytes = 0
 
-    async def get(self) -> RouterOutput:
-        """Return the next output, or raise the error once nothing is left."""
+    async def take(self) -> list[RouterOutput]:
+        """Return the next outputs, or raise the error once nothing is left."""
         while not self._items:
             if self._error is not None:
                 raise self._error
             self._ready.clear()
             await self._ready.wait()
-        item = self._items.popleft()
-        self._size_bytes -= size_of(item)
-        return item
+        count = min(len(self._items), TAKE_AT_MOST)
+        taken = [self._items.popleft() for _ in range(count)]
+        self._size_bytes -= sum(map(size_of, taken))
+        return taken
 
 
 def _not_taken(items: list[RouterOutput], sink: OutputSink) -> list[RouterOutput]:

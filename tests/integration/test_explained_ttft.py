@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.support.cluster import Cluster, eventually, make_call, running_cluste
 from tests.support.fake_worker import FakeWorker, Job, run_job
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
+from tests.support.outputs import outputs_of
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
@@ -57,7 +59,7 @@ class Watch:
     async def explained(self, call: GenerateCall) -> tuple[RequestReport, dict[str, int]]:
         """Run a request; check its report against what its ends saw; return it and its stages."""
         heard_at: float | None = None
-        async for _ in self.cluster.router.generate(call):
+        async for _ in outputs_of(partial(self.cluster.router.generate, call)):
             if heard_at is None:
                 heard_at = time.monotonic()
         assert heard_at is not None

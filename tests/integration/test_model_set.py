@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -32,6 +33,7 @@ from tests.support.cluster import (
 from tests.support.fake_worker import FakeWorker
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
+from tests.support.outputs import collect
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
@@ -71,7 +73,7 @@ async def two_models(
 
 
 async def ask(models: ModelSet, call: GenerateCall) -> Answer:
-    return Answer([item async for item in models.generate(call)])
+    return Answer(await collect(partial(models.generate, call)))
 
 
 async def test_requests_reach_the_workers_of_their_model_only(store_url: str) -> None:
@@ -89,7 +91,7 @@ async def test_requests_reach_the_workers_of_their_model_only(store_url: str) ->
             assert report is not None
             assert report.model == name
         with pytest.raises(RequestError) as caught:
-            models.generate(replace(make_call(), model="third"))
+            await ask(models, replace(make_call(), model="third"))
         assert caught.value.spec.code == "model_not_found"
         assert "served: toy, other" in caught.value.message
         assert models.totals().requests_ok == 2

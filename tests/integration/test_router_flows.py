@@ -21,6 +21,7 @@ from tests.support.cluster import NS, Cluster, eventually, make_call, reference,
 from tests.support.fake_worker import FakeWorker, Job, decode, run_job
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
+from tests.support.outputs import outputs_of
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
@@ -391,10 +392,10 @@ async def test_client_gone_cancels_at_both_workers(store_url: str) -> None:
         await asyncio.sleep(60)
 
     async with running_cluster(store_url, [prefill(), decoder(script=never)]) as cluster:
-        stream = cluster.router.generate(make_call())
+        stream = outputs_of(partial(cluster.router.generate, make_call()))
         assert isinstance(await anext(stream), ChoiceDelta)  # before the handoff ended
         await eventually(lambda: cluster["d0"].jobs)
-        await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+        await stream.aclose()
         await eventually(lambda: cluster["d0"].cancels and cluster["p0"].cancels, 1.0)
         cluster.assert_clean()
 
@@ -417,7 +418,7 @@ async def test_slow_reader_is_cut_off_and_others_go_on(store_url: str) -> None:
     async with running_cluster(
         store_url, [prefill(), decoder(token_delay_s=0.001)], config
     ) as cluster:
-        stream = cluster.router.generate(make_call(max_tokens=500))
+        stream = outputs_of(partial(cluster.router.generate, make_call(max_tokens=500)))
         await anext(stream)
         await eventually(lambda: cluster["d0"].cancels)
         with pytest.raises(RequestError) as caught:

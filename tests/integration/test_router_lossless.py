@@ -26,6 +26,7 @@ from tests.support.cluster import (
 from tests.support.fake_worker import FakeWorker, Job, expected_token, run_job
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
+from tests.support.outputs import outputs_of
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
@@ -156,7 +157,7 @@ async def test_choices_without_a_first_token_start_with_the_others(store_url: st
         cluster["p0"].script = cluster["p1"].script = half
         cluster["d0"].script = cluster["d1"].script = _waits_unless_resumed
         call = make_call(max_tokens=20, n=2)
-        stream = cluster.router.generate(call)
+        stream = outputs_of(partial(cluster.router.generate, call))
         first = await anext(stream)
         (victim,) = [w for w in (cluster["p0"], cluster["p1"]) if w.jobs]
         await victim.kill()

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from services.router.dispatch import Router
 from services.router.hooks import RouterHooks
 from services.router.policy import PolicyConfig
 from tests.support.fake_worker import FakeWorker, expected_token
+from tests.support.outputs import collect
 
 NS = "cluster"
 NO_BYPASS = PolicyConfig(bypass_tokens=0)  # short prompts take the whole way
@@ -135,7 +137,7 @@ class Cluster:
 
     async def ask(self, call: GenerateCall) -> Answer:
         """Run a request to its end."""
-        return Answer([item async for item in self.router.generate(call)])
+        return Answer(await collect(partial(self.router.generate, call)))
 
     def state_of(self, worker_id: str) -> str:
         """State of a worker in the router's view."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import RequestError
@@ -15,6 +15,7 @@ from services.router.api import (
     RequestTiming,
     RouterOutput,
     ServedModel,
+    WriteOutputs,
 )
 from services.text.output import ChoiceText
 from services.text.tokenizer import TextModel
@@ -29,7 +30,8 @@ TIMING = RequestTiming(
     decode_worker="decode-0",
 )
 
-Step = RouterOutput | Exception | BaseException | float  # a float waits that many seconds
+# A float waits that many seconds; a list is written at once.
+Step = RouterOutput | list[RouterOutput] | Exception | BaseException | float
 Script = Callable[[GenerateCall], Sequence[Step]]
 
 
@@ -73,7 +75,7 @@ class FakeRouter:
     def is_degraded(self) -> tuple[bool, str]:
         return self.degraded
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
         self.calls.append(call)
         self.num_open += 1
         is_finished = False
@@ -89,8 +91,9 @@ class FakeRouter:
                     raise step
                 else:
                     # The last output may never be asked past: count it as finished before.
-                    is_finished = isinstance(step, RequestEnd)
-                    yield step
+                    outputs = step if isinstance(step, list) else [step]
+                    is_finished = isinstance(outputs[-1], RequestEnd)
+                    await write(outputs)
                     await asyncio.sleep(0)
         except RequestError:
             is_finished = True

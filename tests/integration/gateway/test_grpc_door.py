@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from services.common.errors import RequestError
 from services.gateway.config import GatewayConfig
 from services.pb import common_pb2, inference_pb2
-from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, TextLogprob
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import TIMING, FakeRouter
 from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
@@ -77,6 +77,34 @@ async def test_each_choice_ends_once(text_model: TextModel) -> None:
         ends = [frame.choice for frame in frames if frame.WhichOneof("end")]
         assert ends == [0, 1, 2]
         assert [frame.HasField("usage") for frame in frames].count(True) == 1
+
+
+async def test_what_is_there_at_once_shares_a_frame_of_its_choice(text_model: TextModel) -> None:
+    outputs: list[RouterOutput] = [
+        ChoiceDelta(0, 0, (5,), "a"), ChoiceDelta(1, 0, (6, 7), "bc"),
+        ChoiceEnd(1, "length", None, 2), ChoiceEnd(0, "stop", "a", 0), RequestEnd(1, 0, 2, TIMING),
+    ]  # fmt: skip
+    router = FakeRouter(text_model, script=lambda _: [outputs])
+    async with open_doors(text_model, router=router) as doors:
+        frames = await frames_of(doors, Request(text="Once", n=2))
+    assert [(f.choice, f.first_index, f.num_tokens, f.text, f.finish.stop) for f in frames] == [
+        (0, 0, 1, "a", ""), (1, 0, 2, "bc", ""), (0, 0, 0, "", "a"),
+    ]  # fmt: skip
+    assert [f.HasField("finish") for f in frames] == [False, True, True]
+    assert [f.HasField("usage") for f in frames] == [False, False, True]
+
+    router.script = lambda _: [outputs[:1], 0.0, [outputs[3], outputs[4]]]
+    async with open_doors(text_model, router=router) as doors:
+        apart = await frames_of(doors, Request(text="Once"))
+    assert [(f.num_tokens, f.text, f.HasField("usage")) for f in apart] == [
+        (1, "a", False), (0, "", True),
+    ]  # fmt: skip
+    router.script = lambda _: [[ChoiceDelta(0, 0, (5,), "a"), *outputs[3:]]]
+    async with open_doors(text_model, router=router) as doors:
+        [whole] = await frames_of(doors, Request(text="Once"))
+    assert (whole.text, whole.finish.reason) == ("a", common_pb2.FINISH_REASON_STOP)
+    assert whole.usage.completion_tokens == 2
+    assert whole.request_id
 
 
 async def test_chat_and_token_ids_reach_the_router(text_model: TextModel) -> None:

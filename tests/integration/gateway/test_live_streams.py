@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,13 @@ import pytest
 
 from services.common.errors import RequestError
 from services.gateway.config import GatewayConfig
-from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, RouterOutput
+from services.router.api import (
+    ChoiceDelta,
+    ChoiceEnd,
+    GenerateCall,
+    RequestEnd,
+    WriteOutputs,
+)
 from services.router.output_buffer import OutputBuffer
 from services.text.tokenizer import TextModel
 from tests.support.certs import identity, make_certs
@@ -43,16 +48,16 @@ class LiveRouter(FakeRouter):
     num_live: int = 0  # deltas that no task was woken for
     failure: str = ""  # how the last answer broke off
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
         self.num_open += 1
         buffer = OutputBuffer(64, call.sink, 64 << 10)
         self.buffers.append(buffer)
         frames = asyncio.get_running_loop().create_task(self._frames(call, buffer))
         try:
             while True:
-                output = await buffer.get()
-                yield output
-                if isinstance(output, RequestEnd):
+                outputs = await buffer.take()
+                await write(outputs)
+                if isinstance(outputs[-1], RequestEnd):
                     return
         finally:
             frames.cancel()

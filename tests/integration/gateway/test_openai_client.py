@@ -14,7 +14,7 @@ from services.common.errors import RequestError
 from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, TextLogprob
 from services.text.tokenizer import TextModel
 from tests.support.fake_router import TIMING, Step
-from tests.support.gateway import Doors, open_doors, toy_text_model
+from tests.support.gateway import Doors, open_doors, toy_text_model, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -291,7 +291,8 @@ async def test_record_of_a_request_has_where_it_ran_and_the_clients_own_id(
     async with open_doors(text_model) as doors:
         body = {"messages": CHAT, "stream": stream}
         await doors.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine 1"})
-        record = doors.hooks.records[-1]
+        await wait_until(lambda: len(doors.hooks.records) == 1)
+        [record] = doors.hooks.records
     assert record.client_request_id == "mine_1"
     assert record.end is not None
     assert (record.end.timing.mode, record.end.timing.decode_worker) == ("REMOTE", "decode-0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +26,11 @@ from services.router.api import (
     RequestTiming,
     RouterOutput,
     ServedModel,
+    WriteOutputs,
 )
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Tracing, setup_tracing
+from tests.support.outputs import outputs_of
 
 
 class Scripted:
@@ -40,11 +42,11 @@ class Scripted:
         self.was_closed = False
         self.traceparent = ""
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[RouterOutput]:
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
         self.traceparent = call.traceparent
         try:
             for output in self.outputs:
-                yield output
+                await write([output])
             if self.error is not None:
                 raise self.error
         finally:
@@ -108,10 +110,14 @@ def observe(
     return ObservedRouter(router, tracing, metrics, SystemClock(), trace_ids or TraceIds())
 
 
+def asked(router: ObservedRouter, call: GenerateCall) -> AsyncGenerator[RouterOutput, None]:
+    return outputs_of(lambda write: router.generate(call, write))
+
+
 async def test_finished_request_has_root_and_stages(tracing: Tracing, trace_file: Path) -> None:
     metrics = Metrics.enabled()
     router = Scripted([*CHUNKS, *ENDING])
-    seen = [output async for output in observe(router, tracing, metrics).generate(make_call())]
+    seen = [output async for output in asked(observe(router, tracing, metrics), make_call())]
 
     assert seen == [*CHUNKS, *ENDING]
     assert router.traceparent.startswith("00-")
@@ -137,7 +143,7 @@ async def test_every_gap_is_counted_however_a_request_ends(
     deltas: list[RouterOutput] = [ChoiceDelta(0, i, (7,), "x") for i in range(num_tokens)]
     router = Scripted([*deltas, *([] if error else ENDING)], error)
     with contextlib.suppress(RequestError):
-        async for _ in observe(router, tracing, metrics).generate(make_call()):
+        async for _ in asked(observe(router, tracing, metrics), make_call()):
             pass
     lines = metrics.render().decode().splitlines()
     assert f"isthmus_itl_seconds_count {num_tokens - 1:.1f}" in lines
@@ -150,7 +156,7 @@ async def test_targets_a_client_names_are_counted_as_met_or_missed(tracing: Trac
     router = Scripted([*CHUNKS, ChoiceEnd(0, "stop"), RequestEnd(1, 0, 3, timing)])
     for ttft_ms, tpot_ms in ((49, 0), (50, 60_000), (0, 0)):
         call = replace(make_call(), slo_ttft_ms=ttft_ms, slo_tpot_ms=tpot_ms)
-        _ = [o async for o in observe(router, tracing, metrics).generate(call)]
+        _ = [o async for o in asked(observe(router, tracing, metrics), call)]
 
     lines = metrics.render().decode().splitlines()
     assert sorted(line for line in lines if line.startswith("isthmus_slo")) == [
@@ -167,7 +173,7 @@ async def test_failed_request_ends_its_span_with_the_code(
     """RB-126: every started span is ended; an error's message, which may quote, stays out."""
     router = Scripted(CHUNKS, RequestError("worker_lost", "gone"))
     with pytest.raises(RequestError, match="gone"):
-        _ = [o async for o in observe(router, tracing, Metrics.disabled()).generate(make_call())]
+        _ = [o async for o in asked(observe(router, tracing, Metrics.disabled()), make_call())]
 
     [span] = spans_of(tracing, trace_file)
     assert span["status"] == "error"
@@ -178,9 +184,9 @@ async def test_client_that_leaves_closes_the_inner_router_and_the_span(
     tracing: Tracing, trace_file: Path
 ) -> None:
     router = Scripted([*CHUNKS, *ENDING])
-    outputs = observe(router, tracing, Metrics.disabled()).generate(make_call())
+    outputs = asked(observe(router, tracing, Metrics.disabled()), make_call())
     await anext(outputs)
-    await outputs.aclose()  # type: ignore[attr-defined]  # it is a generator
+    await outputs.aclose()
 
     assert router.was_closed
     [span] = spans_of(tracing, trace_file)
@@ -194,10 +200,10 @@ async def test_no_span_stays_open_wherever_the_client_leaves(
 ) -> None:
     """RB-126: whatever would have come after it."""
     router = Scripted([*CHUNKS, *ENDING], error)
-    outputs = observe(router, tracing, Metrics.disabled()).generate(make_call())
+    outputs = asked(observe(router, tracing, Metrics.disabled()), make_call())
     for _ in range(num_taken):
         await anext(outputs)
-    await outputs.aclose()  # type: ignore[attr-defined]  # it is a generator
+    await outputs.aclose()
 
     assert router.was_closed
     [span] = spans_of(tracing, trace_file)
@@ -210,7 +216,7 @@ async def test_trace_of_a_request_is_known_until_it_is_logged(
     trace_ids = TraceIds()
     router = Scripted([*CHUNKS, *ENDING])
     observed = observe(router, tracing, Metrics.disabled(), trace_ids)
-    _ = [output async for output in observed.generate(make_call())]
+    _ = [output async for output in asked(observed, make_call())]
 
     trace_id = trace_ids.take("r")
     assert trace_id == router.traceparent.split("-")[1]

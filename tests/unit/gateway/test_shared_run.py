@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
 
 import pytest
 
 from services.common.errors import RequestError
 from services.gateway.shared_run import SharedRun
-from services.router.api import ChoiceDelta, RequestEnd, RouterOutput
+from services.router.api import ChoiceDelta, RequestEnd, RouterOutput, WriteOutputs
+from tests.support.outputs import collect, outputs_of
 
 OUTPUTS: list[RouterOutput] = [ChoiceDelta(0, i, (i,), str(i)) for i in range(3)]
 OUTPUTS.append(RequestEnd(1, 0, 3))
@@ -22,42 +22,37 @@ class Source:
         self.error = error
         self.is_closed = False
 
-    async def outputs(self) -> AsyncGenerator[RouterOutput, None]:
+    async def run(self, write: WriteOutputs) -> None:
         try:
-            yield OUTPUTS[0]
+            await write(OUTPUTS[:1])
             await self.gate.wait()
-            for output in OUTPUTS[1:]:
-                yield output
+            await write(OUTPUTS[1:])
             if self.error is not None:
                 raise self.error
         finally:
             self.is_closed = True
 
 
-async def collect(run: SharedRun) -> list[RouterOutput]:
-    return [output async for output in run.read()]
-
-
 async def test_early_and_late_readers_get_everything_once() -> None:
     done: list[SharedRun] = []
     source = Source()
-    run = SharedRun(source.outputs(), done.append, 0.0)
-    readers = [asyncio.create_task(collect(run)) for _ in range(3)]
+    run = SharedRun(source.run, done.append, 0.0)
+    readers = [asyncio.create_task(collect(run.read)) for _ in range(3)]
     await asyncio.sleep(0)
     source.gate.set()
     assert [await reader for reader in readers] == [OUTPUTS] * 3
-    assert await collect(run) == OUTPUTS
+    assert await collect(run.read) == OUTPUTS
     assert done == [run]
 
 
 async def test_every_reader_gets_the_error_after_the_outputs() -> None:
     source = Source(RequestError("worker_lost", "died", param="p", retry_after_ms=5))
     source.gate.set()
-    run = SharedRun(source.outputs(), lambda _: None, 0.0)
+    run = SharedRun(source.run, lambda _: None, 0.0)
     for _ in range(2):
         seen = []
         with pytest.raises(RequestError) as caught:  # noqa: PT012 - the outputs come first
-            async for output in run.read():
+            async for output in outputs_of(run.read):
                 seen.append(output)  # noqa: PERF401 - the outputs before the error count
         assert seen == OUTPUTS
         error = caught.value
@@ -68,8 +63,8 @@ async def test_every_reader_gets_the_error_after_the_outputs() -> None:
 async def test_run_without_readers_is_cancelled_after_the_grace() -> None:
     done = asyncio.Event()
     source = Source()
-    run = SharedRun(source.outputs(), lambda _: done.set(), 0.01)
-    async with contextlib.aclosing(run.read()) as reader:
+    run = SharedRun(source.run, lambda _: done.set(), 0.01)
+    async with contextlib.aclosing(outputs_of(run.read)) as reader:
         assert await anext(reader) == OUTPUTS[0]
     await asyncio.wait_for(done.wait(), 5)
     assert source.is_closed
@@ -79,16 +74,16 @@ async def test_run_without_readers_is_cancelled_after_the_grace() -> None:
 
 async def test_reader_that_comes_back_in_time_keeps_it_running() -> None:
     source = Source()
-    run = SharedRun(source.outputs(), lambda _: None, 5.0)
-    async with contextlib.aclosing(run.read()) as reader:
+    run = SharedRun(source.run, lambda _: None, 5.0)
+    async with contextlib.aclosing(outputs_of(run.read)) as reader:
         await anext(reader)
     source.gate.set()
-    assert await collect(run) == OUTPUTS
+    assert await collect(run.read) == OUTPUTS
 
 
 async def test_run_closed_before_its_first_step_still_ends() -> None:
     done: list[SharedRun] = []
-    run = SharedRun(Source().outputs(), done.append, 1.0)
+    run = SharedRun(Source().run, done.append, 1.0)
     await run.close()
     await asyncio.sleep(0)
     assert done == [run]

@@ -10,6 +10,7 @@ import pytest
 from services.common.errors import RequestError
 from services.router.api import ChoiceDelta, ChoiceEnd, RouterOutput, TextLogprob
 from services.router.output_buffer import JOIN_AFTER, JOINED_TOKENS, OutputBuffer, size_of
+from tests.support.outputs import take
 
 
 def chunk(index: int) -> ChoiceDelta:
@@ -22,17 +23,17 @@ async def test_delivers_in_order_then_the_error() -> None:
     buffer.put([chunk(0), chunk(1)])
     buffer.fail(RequestError("worker_lost", "first"))
     buffer.fail(RequestError("internal", "second"))
-    assert [await buffer.get(), await buffer.get()] == [chunk(0), chunk(1)]
+    assert await buffer.take() == [chunk(0), chunk(1)]
     with pytest.raises(RequestError, match="first"):
-        await buffer.get()
+        await buffer.take()
 
 
 async def test_waits_for_output() -> None:
     buffer = OutputBuffer(4)
-    waiting = asyncio.create_task(buffer.get())
+    waiting = asyncio.create_task(buffer.take())
     await asyncio.sleep(0)
     buffer.put([chunk(0)])
-    assert await waiting == chunk(0)
+    assert await waiting == [chunk(0)]
 
 
 async def test_bound_is_kept() -> None:
@@ -74,8 +75,7 @@ async def test_bytes_are_bounded_and_given_back() -> None:
     for _ in range(2):  # once it was read there is room again
         num_put = await filled(buffer, large)
         assert 20 <= num_put <= 60
-        for _ in range(num_put):
-            assert await buffer.get() is large
+        assert all(output is large for output in await take(buffer, num_put))
 
 
 async def filled(buffer: OutputBuffer, output: RouterOutput) -> int:
@@ -96,7 +96,7 @@ async def test_late_clients_get_joined_outputs_and_lose_nothing() -> None:
     for index in range(3000):
         buffer.put([chunk(index)])
     buffer.put([ChoiceEnd(0, "length")])
-    taken = [await buffer.get() for _ in range(JOIN_AFTER + 46)]
+    taken = await take(buffer, JOIN_AFTER + 46)
     assert taken[: JOIN_AFTER - 1] == [chunk(i) for i in range(JOIN_AFTER - 1)]
     deltas = [output for output in taken if isinstance(output, ChoiceDelta)]
     assert [d.first_index for d in deltas] == list(
@@ -117,14 +117,14 @@ async def test_choices_that_take_turns_are_joined_each_with_its_own() -> None:
     tokens: list[list[int]] = [[], []]
     ends: list[int] = []
     while len(ends) < 2:
-        output = await buffer.get()
-        if isinstance(output, ChoiceDelta):
-            assert output.choice not in ends
-            assert output.first_index == len(tokens[output.choice])
-            tokens[output.choice] += output.token_ids
-        else:
-            assert isinstance(output, ChoiceEnd)
-            ends.append(output.choice)
+        for output in await buffer.take():
+            if isinstance(output, ChoiceDelta):
+                assert output.choice not in ends
+                assert output.first_index == len(tokens[output.choice])
+                tokens[output.choice] += output.token_ids
+            else:
+                assert isinstance(output, ChoiceEnd)
+                ends.append(output.choice)
     assert tokens == [list(range(3000))] * 2
 
 
@@ -133,7 +133,7 @@ async def test_an_output_too_large_to_join_is_not_overtaken() -> None:
     buffer.put([chunk(index) for index in range(JOIN_AFTER)])
     large = ChoiceDelta(0, JOIN_AFTER, (1,) * JOINED_TOKENS, "x" * JOINED_TOKENS)
     buffer.put([large, chunk(JOIN_AFTER + JOINED_TOKENS)])
-    taken = [await buffer.get() for _ in range(JOIN_AFTER + 2)]
+    taken = await take(buffer, JOIN_AFTER + 2)
     assert taken[-2:] == [large, chunk(JOIN_AFTER + JOINED_TOKENS)]
 
 
@@ -143,4 +143,4 @@ async def test_logprobs_are_never_joined() -> None:
     outputs: list[RouterOutput] = [ChoiceDelta(0, i, (1,), "x", (entry,)) for i in range(100)]
     for output in outputs:
         buffer.put([output])
-    assert [await buffer.get() for _ in outputs] == outputs
+    assert await take(buffer, len(outputs)) == outputs
