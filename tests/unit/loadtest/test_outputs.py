@@ -9,12 +9,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 
 from loadtest import results
 from loadtest.junit import junit
 from loadtest.metrics_file import metrics_file
 from loadtest.outputs import save_compare, save_run, save_search
 from loadtest.raw_file import read_records
+from loadtest.report_command import report
 from loadtest.result import RunResult
 from loadtest.summary import summary
 from tests.support.load_results import make_compare, make_records, make_run, make_search
@@ -174,3 +176,30 @@ def test_the_summary_has_the_figures_and_lets_no_text_be_markdown(run: RunResult
     assert "* ok: The client sent 99 % of requests at most 1.4 ms late." in lines
     assert "| 12/s |" in summary(make_search())
     assert summary(make_compare()).startswith("# slower prefill against main: worse\n")
+
+
+def test_a_report_is_made_anew_from_a_stored_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_search(tmp_path, make_search())
+    page = directory / "report.html"
+    content = page.read_bytes()
+    page.unlink()
+    report(directory)
+    assert page.read_bytes() == content
+    assert capsys.readouterr().out == f"{page}\n"
+    report(directory / "result.json", out=tmp_path / "other.html")
+    assert (tmp_path / "other.html").read_bytes() == content
+    assert sorted(p.name for p in directory.iterdir()) == FILES
+
+
+def test_a_report_says_that_raw_figures_are_others_and_that_there_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_run(tmp_path, make_run(make_records(5)), make_records(5))
+    (directory / "requests.jsonl.gz").write_bytes(b"other")
+    report(directory)
+    assert "is not the file the figures were computed from" in capsys.readouterr().err
+    with pytest.raises(typer.Exit):
+        report(tmp_path / "none.json")
+    assert "No such file" in capsys.readouterr().err
