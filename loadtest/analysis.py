@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from loadtest.arrivals import Burst, Constant, Gamma, Open, Poisson, Trace
@@ -14,14 +14,13 @@ from loadtest.figures import Figures, burst, interference, makespans, reuse
 from loadtest.intervals import wilson
 from loadtest.percentiles import CURVE_STEPS, distribution
 from loadtest.records import Phase, RequestRecord, Sample, Status
-from loadtest.result import Distribution, Group, Interval, RunResult, StageBand, TimelinePoint
+from loadtest.result import Distribution, Group, Interval, RunResult, TimelinePoint
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario
 from loadtest.slo import Slo
+from loadtest.ttft_bands import ttft_bands
 
 CONFIDENCE = 0.95
-TTFT_STAGES = ("queue", "router", "queue_prefill", "prefill")  # before the first token, in order
-_MIN_BAND = 10  # requests a mean of stages is told for
 _STEADY_KINDS = (Constant, Poisson, Gamma)
 _TIMELINE_POINTS = 120
 _TIMELINE_STEPS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
@@ -62,7 +61,6 @@ def analyse(
             measured=measured,
             everything=log.records,
             samples=log.samples,
-            num_shed=log.num_shed,
             is_open=isinstance(scenario.arrivals, Open | Trace),
             is_stationary=isinstance(scenario.arrivals, _STEADY_KINDS),
         )
@@ -86,7 +84,7 @@ def analyse(
         distributions=distributions(answered, curve_steps=CURVE_STEPS),
         attainment=attainment,
         stages_ms=_stages(answered),
-        ttft_bands=tuple(_bands(answered)),
+        ttft_bands=ttft_bands(measured),
         groups=tuple(_groups(measured, scenario.slo, log.duration_s)),
         figures=_figures(log, scenario, measured, ideal_hit_ratio),
         checks=checks,
@@ -191,28 +189,6 @@ def _stages(answered: Sequence[RequestRecord]) -> dict[str, Distribution]:
         for stage, value_ms in record.stages_ms.items():
             values[stage].append(value_ms)
     return {s: distribution(found, confidence=CONFIDENCE) for s, found in values.items()}
-
-
-def _bands(answered: Sequence[RequestRecord]) -> Iterator[StageBand]:
-    """Say where the time to the first token went: for all, and for the slow ones."""
-    told = [r for r in answered if r.ttft_s is not None and r.stages_ms]
-    told.sort(key=lambda record: record.ttft_s or 0.0)
-    for name, share in (("all", 0.0), ("slowest 10 %", 0.9), ("slowest 1 %", 0.99)):
-        part = told[round(len(told) * share) :]
-        if len(part) < _MIN_BAND:
-            return
-        ttft_ms = fmean((record.ttft_s or 0.0) * 1000 for record in part)
-        stages_ms = {
-            stage: fmean(record.stages_ms.get(stage, 0.0) for record in part)
-            for stage in TTFT_STAGES
-        }
-        yield StageBand(
-            name=name,
-            num_requests=len(part),
-            ttft_ms=ttft_ms,
-            stages_ms=stages_ms,
-            outside_ms=ttft_ms - sum(stages_ms.values()),
-        )
 
 
 def _groups(measured: Sequence[RequestRecord], slo: Slo, ended_s: float) -> Iterator[Group]:

@@ -65,7 +65,6 @@ class Evidence:
     measured: Sequence[RequestRecord]  # in the order they were due
     everything: Sequence[RequestRecord]  # with warm-up and cool-down
     samples: Sequence[Sample] = field(default=())
-    num_shed: int = 0
     is_open: bool = True  # requests are due whatever becomes of those before
     is_stationary: bool = True  # and at a rate that does not change
 
@@ -175,14 +174,13 @@ def _rate(evidence: Evidence) -> Check:
     """Compare the rate that was sent with the one that was planned, over the same requests."""
     planned = [record.scheduled_s for record in evidence.measured]
     sent = [record.sent_s for record in evidence.measured if record.sent_s is not None]
-    missing = len(planned) - len(sent) + evidence.num_shed
+    missing = len(planned) - len(sent)  # for want of room in the client
     span_s, sent_span_s = (max(s) - min(s) if len(s) > 1 else 0.0 for s in (planned, sent))
     if not span_s:
         return _passed("rate", "all requests were due at once")
     # Both spans are between the first and the last: a delay that all have changes no rate.
     stretch = sent_span_s / span_s if len(sent) > 1 else 1.0
-    share_sent = len(sent) / (len(planned) + evidence.num_shed)
-    error = abs(share_sent / stretch - 1) if stretch else 1.0
+    error = abs(len(sent) / len(planned) / stretch - 1) if stretch else 1.0
     unsent = f"; {counted(missing, 'request')} never" if missing else ""
     return Check(
         name="rate",
