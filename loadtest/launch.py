@@ -1,0 +1,137 @@
+"""From a target's address and a scenario to what one run leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from loadtest.credentials import read_keys
+from loadtest.records import PlannedRequest
+from loadtest.run_log import RunLog
+from loadtest.runner import RunClock, Runner
+from loadtest.scenario import Scenario
+from loadtest.schedule import Schedule, make_schedule
+from loadtest.target import LiveTarget, TargetFacts, TargetUnusable
+
+if TYPE_CHECKING:
+    from loadtest.http_target import Api
+
+Watch = Callable[[Runner], Awaitable[None]]
+"""Looks at a run while it goes on, such as a panel; cancelled at its end."""
+
+_PROBED_TURNS = 8  # of each lane, to see whether prompts fit
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """Where to send a load, and how; `url` is grpc[s]://HOST:PORT or http[s]://HOST:PORT[/PATH]."""
+
+    url: str
+    api: Api = "chat"
+    model: str = ""
+    vocab_size: int | None = None
+    ca_file: Path | None = None
+    key_file: Path | None = None
+
+
+def run_scenario(
+    scenario: Scenario, base: Path, spec: TargetSpec, watch: Watch | None = None
+) -> RunLog:
+    """Run a scenario whose files are in `base`.
+
+    Raises:
+        ConfigError: the scenario's files or the keys are not as they should be.
+        TargetUnusable: nothing can be measured there.
+    """
+    schedule = make_schedule(scenario, base, _salt(scenario))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(schedule, spec, watch))
+
+
+async def _run(schedule: Schedule, spec: TargetSpec, watch: Watch | None) -> RunLog:
+    clock = RunClock()
+    target = make_target(spec, schedule.scenario, clock)
+    try:
+        facts = await target.open()
+        check_lengths(schedule, facts)
+        runner = Runner(schedule, target, facts, clock)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, runner.stop)
+        watching = asyncio.ensure_future(watch(runner)) if watch else None
+        try:
+            return await runner.run()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+    finally:
+        await target.close()
+
+
+def make_target(spec: TargetSpec, scenario: Scenario, clock: Callable[[], float]) -> LiveTarget:
+    """Make the target of an address; TargetUnusable if it is none."""
+    keys = read_keys(scenario, os.environ, spec.key_file)
+    scheme, _, rest = spec.url.partition("://")
+    if scheme in ("grpc", "grpcs"):
+        from loadtest.grpc_target import GrpcTarget
+
+        is_tls = scheme == "grpcs"
+        return GrpcTarget(rest, clock, keys, model=spec.model, is_tls=is_tls, ca_file=spec.ca_file)
+    if scheme in ("http", "https"):
+        from loadtest.http_target import HttpTarget
+
+        return HttpTarget(
+            spec.url,
+            clock,
+            keys,
+            api=spec.api,
+            model=spec.model,
+            vocab_size=spec.vocab_size,
+            ca_file=spec.ca_file,
+        )
+    raise TargetUnusable(
+        f"{spec.url} is no target: give grpc://HOST:PORT, grpcs://HOST:PORT or http(s)://HOST:PORT"
+    )
+
+
+def check_lengths(schedule: Schedule, facts: TargetFacts) -> None:
+    """Refuse a load that the model could never take; TargetUnusable says how to mend it."""
+    if facts.context_length is None:
+        return
+    longest = max(
+        (request.prompt.num_tokens + request.max_tokens for request in _some(schedule)), default=0
+    )
+    if longest > facts.context_length:
+        raise TargetUnusable(
+            f"{schedule.scenario.name} asks for {longest} tokens in one request, and "
+            f"{facts.model} has a context of {facts.context_length}; give the workload shorter "
+            "lengths (max_isl, scale), or use --quick"
+        )
+
+
+def _some(schedule: Schedule) -> Iterable[PlannedRequest]:
+    """Give all requests of an open loop, and the first ones of a closed one."""
+    if not schedule.is_closed:
+        return (request for session in schedule.sessions() for request in session)
+    return (
+        request
+        for lane in range(schedule.num_lanes)
+        for turn in range(_PROBED_TURNS)
+        for request in schedule.next_of_lane(lane, turn, 0.0)
+    )
+
+
+def _salt(scenario: Scenario) -> str:
+    """Keep a cold run from sharing prefixes with any other."""
+    return secrets.token_hex(8) if scenario.cache == "cold" else ""
