@@ -27,3 +27,22 @@ class Slo(Section):
             (record.e2e_s, self.e2e_s),
         )
         return all(v is None or limit is None or v <= limit for v, limit in pairs)
+
+    def judge(self, record: RequestRecord, ended_s: float) -> bool | None:
+        """Return whether a request is good; None where a run's end came before that was decided.
+
+        One that was open at the end and had already waited longer than it may is not good.
+        """
+        if record.status is not Status.CENSORED:
+            return self.is_met(record)
+        waited_s = ended_s - record.scheduled_s
+        is_late = (self.e2e_s is not None and waited_s > self.e2e_s) or (
+            self.ttft_s is not None
+            and (waited_s if record.ttft_s is None else record.ttft_s) > self.ttft_s
+        )
+        return False if is_late else None
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether anything is asked."""
+        return any(limit is not None for limit in self.model_dump().values())

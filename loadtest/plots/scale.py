@@ -1,0 +1,72 @@
+"""From values to places on an axis, with ticks at round values. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_MAX_LOG_TICKS = 6
+_LOG_FROM_RATIO = 20.0  # below it a linear axis shows as much and is easier to read
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis: values `low` to `high` on pixels `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: tuple[float, ...]
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where a value stands; one beyond the axis stands at its end."""
+        value = min(max(value, self.low), self.high)
+        share = (self._of(value) - self._of(self.low)) / (self._of(self.high) - self._of(self.low))
+        return self.start + share * (self.end - self.start)
+
+    def _of(self, value: float) -> float:
+        return math.log10(value) if self.is_log else value
+
+
+def linear_scale(low: float, high: float, start: float, end: float, max_ticks: int = 5) -> Scale:
+    """Make an axis that begins and ends at ticks."""
+    if not high > low:
+        low, high = (low - 0.5, low + 0.5) if low else (0.0, 1.0)
+    step = _step((high - low) / max_ticks)
+    first, last = math.floor(low / step + _SLACK), math.ceil(high / step - _SLACK)
+    # A multiple of the step, not a sum of steps, which would gather rounding errors.
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return Scale(ticks[0], ticks[-1], start, end, ticks)
+
+
+_SLACK = 1e-9
+
+
+def _step(least: float) -> float:
+    size = 10.0 ** math.floor(math.log10(least))
+    return next(step * size for step in _STEPS if step * size >= least * (1 - _SLACK))
+
+
+def log_scale(low: float, high: float, start: float, end: float) -> Scale:
+    """Make a logarithmic axis that ends at 1, 2 or 5 times a power of ten; values are positive."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    round_values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    least = max(value for value in round_values if value <= low * (1 + _SLACK))
+    most = min(value for value in round_values if value >= high * (1 - _SLACK) and value > least)
+    for factors in ((1, 2, 5), (1, 5), (1,)):
+        wanted = [factor * 10.0**power for power in powers for factor in factors]
+        ticks = [value for value in wanted if least <= value <= most]
+        if len(ticks) <= _MAX_LOG_TICKS:
+            break
+    every = math.ceil(len(ticks) / _MAX_LOG_TICKS)
+    return Scale(least, most, start, end, tuple(ticks[::every]), is_log=True)
+
+
+def suits_log(values: Iterable[float]) -> bool:
+    """Whether values are positive and spread so far that a linear axis would hide the small."""
+    known = list(values)
+    return bool(known) and min(known) > 0 and max(known) / min(known) >= _LOG_FROM_RATIO

@@ -1,0 +1,255 @@
+"""The page of one run. Pure: a result goes in, a file comes out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from loadtest.plots import numbers
+from loadtest.plots.chart import Axis, Bar, BarPlot, LinePlot, Point, Series, bar_plot, line_plot
+from loadtest.plots.markup import Markup, join
+from loadtest.report import parts
+from loadtest.report.curves import (
+    CURVES,
+    cost_section,
+    latency_plot,
+    provenance,
+    scenario_name,
+    slo_limits_ms,
+)
+from loadtest.report.parts import NONE, Tile
+from loadtest.result import Distribution, Group, RunResult, StageBand, TimelinePoint
+
+GOOD_VERDICTS = ("OK",)
+_BAD_VERDICTS = ("FAILED",)
+_HIT_MISS = ("ttft_ms", "tpot_ms", "e2e_ms")
+
+
+def run_page(result: RunResult) -> str:
+    """Make the report of one run."""
+    name = scenario_name(result.scenario)
+    return parts.document(
+        f"{name}: {result.verdict}",
+        parts.header(name, *_about(result)),
+        parts.verdict(result.verdict, verdict_kind(result.verdict), result.verdict_reason),
+        parts.tiles(headline(result)),
+        parts.section("Can these figures be trusted?", parts.checks(result.checks)),
+        _latencies(result),
+        _stages(result),
+        _timeline(result),
+        _groups(result),
+        parts.section("Figures of this scenario", parts.facts_table("Figures", result.figures)),
+        cost_section(result.cost),
+        _outcomes(result),
+        provenance(result),
+        parts.section("Definitions", parts.definitions([*result.distributions, "goodput_rps"])),
+    )
+
+
+def verdict_kind(verdict: str) -> str:
+    """Say how a verdict is shown."""
+    if verdict in GOOD_VERDICTS:
+        return "good"
+    return "bad" if verdict in _BAD_VERDICTS else ""
+
+
+def _about(result: RunResult) -> list[str]:
+    description = str(result.scenario.get("description") or "")
+    target = result.target
+    model = f", model {target['model']}" if target.get("model") else ""
+    where = f"{target.get('kind', 'target')} {target.get('address', '')}{model}"
+    when = f"{result.started_at}, {numbers.seconds_axis(result.duration_s)} long"
+    return [text for text in (description, f"{where} · {when} · seed {result.seed}") if text]
+
+
+def headline(result: RunResult) -> list[Tile]:
+    """Choose the figures that stand out."""
+    rates = result.rates
+    tiles = []
+    if result.attainment is not None:
+        share = result.attainment
+        tiles.append(
+            Tile("Requests within the SLO", numbers.percent(share.value), parts.interval(share))
+        )
+    if "goodput_rps" in rates:
+        told = f"of {parts.optional('_rps', rates.get('offered_rps'))} offered"
+        tiles.append(Tile("Goodput", numbers.figure("_rps", rates["goodput_rps"]), told))
+    for name in ("ttft_ms", "tpot_ms"):
+        for rank in (0.5, 0.99):
+            tiles += _percentile_tile(name, rank, result.distributions.get(name))
+    if "output_tok_s" in rates:
+        tiles.append(Tile("Output", numbers.figure("output_tok_s", rates["output_tok_s"])))
+    failed = sum(result.counts.get(status, 0) for status in ("error", "timeout", "rejected"))
+    measured = result.counts.get("measured", 0)
+    tiles.append(Tile("Failed or refused", str(failed), f"of {measured} measured"))
+    good = (result.cost or {}).get("per_m_good")
+    if isinstance(good, int | float):
+        tiles.append(Tile("Per million good tokens", f"${numbers.significant(good)}"))
+    return tiles
+
+
+def _percentile_tile(name: str, share: float, found: Distribution | None) -> list[Tile]:
+    percentile = parts.by_share(found).get(share)
+    if percentile is None:
+        return []
+    title = f"{numbers.title_of(name)} {parts.share_name(share)}"
+    if percentile.value is None:
+        return [Tile(title, NONE, "too few requests")]
+    ends = [
+        numbers.figure(name, end) for end in (percentile.low, percentile.high) if end is not None
+    ]
+    return [Tile(title, numbers.figure(name, percentile.value), " – ".join(ends))]
+
+
+def _latencies(result: RunResult) -> Markup:
+    limits = slo_limits_ms(result.scenario)
+    arms = {"all": result.distributions}
+    figures = [latency_plot(name, arms, limits.get(name)) for name in CURVES]
+    told = parts.distribution_table("All measured requests", result.distributions)
+    return parts.section("Latencies", parts.plots(*figures), told)
+
+
+def _stages(result: RunResult) -> Markup:
+    figure = _bands(result.ttft_bands) if result.ttft_bands else Markup()
+    as_ms = {f"{name}_ms": stage for name, stage in result.stages_ms.items()}
+    told = parts.distribution_table("Stages as the server tells them", as_ms)
+    return parts.section("Where the time goes", parts.plots(figure), told)
+
+
+def _bands(bands: Sequence[StageBand]) -> Markup:
+    bars = []
+    for band in bands:
+        split = {**band.stages_ms, _OUTSIDE: max(0.0, band.outside_ms)}
+        bars.append(Bar(f"{band.name} ({band.num_requests:,})", split))
+    name, longest_ms = max(bars[-1].parts.items(), key=lambda part: part[1])
+    told = (
+        f"Means. Of the {bands[-1].name} the longest part is {name}: "
+        f"{numbers.milliseconds(longest_ms)} of {numbers.milliseconds(bands[-1].ttft_ms)}."
+    )
+    axis = Axis("time to the first token", numbers.milliseconds)
+    return bar_plot(BarPlot("TTFT by stage, from fast to slow requests", told, axis, bars))
+
+
+_OUTSIDE = "outside the server"
+
+
+def _timeline(result: RunResult) -> Markup:
+    points = result.timeline
+    if len(points) < _MIN_POINTS:
+        return Markup()
+    step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(points))
+    rates = [
+        _over_time(points, "sent", 1, lambda p: p.sent / step_s),
+        _over_time(points, "finished", 3, lambda p: p.finished / step_s),
+        _over_time(points, "failed", 2, lambda p: p.failed / step_s),
+    ]
+    figures = [
+        _time_plot("Requests a second", "requests/s", rates),
+        _time_plot(
+            "In flight and queued",
+            "requests",
+            [
+                _over_time(points, "in flight", 1, lambda p: p.in_flight),
+                _over_time(points, "queued in the server", 2, lambda p: p.queued),
+            ],
+        ),
+        _time_plot(
+            "Output tokens a second",
+            "tokens/s",
+            [_over_time(points, "tokens", 1, lambda p: p.tokens / step_s)],
+        ),
+        _time_plot(
+            "Median TTFT",
+            "TTFT",
+            [_over_time(points, "p50", 1, lambda p: p.ttft_p50_ms)],
+            numbers.milliseconds,
+        ),
+        _time_plot("Workers", "workers", _replicas(points)),
+    ]
+    return parts.section("Over time", parts.plots(*figures))
+
+
+_MIN_POINTS = 3
+
+
+def _over_time(
+    points: tuple[TimelinePoint, ...],
+    name: str,
+    colour: int,
+    value: Callable[[TimelinePoint], float | None],
+) -> Series:
+    known = [(point.at_s, value(point)) for point in points]
+    return Series(name, [(at, y) for at, y in known if y is not None], colour=colour)
+
+
+def _replicas(points: tuple[TimelinePoint, ...]) -> list[Series]:
+    pools = list(dict.fromkeys(pool for point in points for pool in point.replicas))
+    return [
+        Series(
+            pool,
+            [(p.at_s, float(p.replicas[pool])) for p in points if pool in p.replicas],
+            colour=number,
+            is_stepped=True,
+            is_dashed=number > 1,
+        )
+        for number, pool in enumerate(pools[:_MAX_POOLS], start=1)
+    ]
+
+
+_MAX_POOLS = 8
+
+
+def _time_plot(
+    title: str, label: str, series: list[Series], tick: Callable[[float], str] = numbers.count
+) -> Markup:
+    known = [s for s in series if s.points]
+    if not known:
+        return Markup()
+    told = "; ".join(f"{s.name} {_range(s.points, tick)}" for s in known)
+    x = Axis("time since the run began", numbers.seconds_axis)
+    return line_plot(LinePlot(title, f"{told}.", x, Axis(label, tick, low=0.0), known))
+
+
+def _range(points: Sequence[Point], tick: Callable[[float], str]) -> str:
+    values = [value for _, value in points]
+    return f"{tick(min(values))} to {tick(max(values))}"
+
+
+def _groups(result: RunResult) -> Markup:
+    if not result.groups:
+        return Markup()
+    rows = [_group_row(group) for group in result.groups]
+    headers = ["", "requests", "within the SLO"]
+    headers += [f"{numbers.title_of(name)} {p}" for name in _HIT_MISS for p in ("p50", "p99")]
+    arms = {g.name: g.distributions for g in result.groups[:_MAX_ARMS]}
+    limits = slo_limits_ms(result.scenario)
+    figures = [latency_plot(name, arms, limits.get(name)) for name in _HIT_MISS[:2]]
+    told = parts.table("Parts of the load", headers, rows)
+    return parts.section("Groups", told, parts.plots(*figures))
+
+
+_MAX_ARMS = 6
+
+
+def _group_row(group: Group) -> list[str]:
+    share = group.attainment
+    kept = (
+        NONE if share is None else parts.noted(numbers.percent(share.value), parts.interval(share))
+    )
+    row: list[str] = [group.name, str(group.num_requests), kept]
+    for name in _HIT_MISS:
+        told = parts.by_share(group.distributions.get(name))
+        for share_of in (0.5, 0.99):
+            found = told.get(share_of)
+            row.append(NONE if found is None else parts.percentile_cell(name, found))
+    return row
+
+
+def _outcomes(result: RunResult) -> Markup:
+    counts = parts.facts_table("Requests", result.counts)
+    errors = parts.table(
+        "Errors", ["code", "requests"], [(code, str(n)) for code, n in result.errors.items()]
+    )
+    rates = parts.facts_table("Rates", result.rates)
+    return parts.section("Outcomes", join(rates, counts, errors))

@@ -1,0 +1,197 @@
+"""Pages are one file that fetches nothing, and nothing told to them can change what they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from loadtest.report.page import report_page
+from loadtest.report.search_page import frontier
+from loadtest.result import CompareResult, RunResult, SearchResult
+from tests.support.load_results import make_compare, make_records, make_run, make_search
+
+VOID = {"meta", "link", "br"}
+TAGS = (
+    "html head title style body main header section h1 h2 h3 p div span b i strong ul li figure"
+    " figcaption svg g line polyline polygon circle rect text table caption thead tbody tr th td"
+    " details summary pre"
+)
+KNOWN_TAGS = VOID | set(TAGS.split())
+HOSTILE = (
+    "\"'></title></style></svg></pre><script>alert(1)</script><img src=x onerror=alert(1)>&\x00"
+)
+
+
+class Page(HTMLParser):
+    """What a browser would build: tags in balance, attributes, text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.plots: list[str] = []  # what they are in words
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "svg":
+            self.plots.append(dict(attrs)["aria-label"] or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check_is_closed_and_harmless(page: Page) -> None:
+    assert page.open == []
+    assert set(page.tags) <= KNOWN_TAGS
+    assert {name for name, _ in page.attributes if name.startswith("on")} == set()
+    assert [value for name, value in page.attributes if name in ("href", "src")] == ["data:,"]
+
+
+@pytest.fixture(scope="module")
+def run() -> RunResult:
+    return make_run(make_records(1500))
+
+
+@pytest.fixture(
+    scope="module", params=[make_search, make_compare, lambda: make_run(make_records(60))]
+)
+def result(request: pytest.FixtureRequest) -> RunResult | SearchResult | CompareResult:
+    made: RunResult | SearchResult | CompareResult = request.param()
+    return made
+
+
+def test_a_page_is_whole_and_names_no_address(
+    result: RunResult | SearchResult | CompareResult,
+) -> None:
+    text = report_page(result)
+    check_is_closed_and_harmless(Page(text))
+    assert re.findall(r"https?:|//[a-z]|url\(|@import|<script", text) == []
+    assert "nan" not in re.findall(r"[\w.]+", text)
+
+
+def test_the_page_of_ten_thousand_requests_is_below_a_megabyte() -> None:
+    """Ten times as many requests make no larger page, an hour of seconds a little larger one."""
+    run = make_run(make_records(10_000, rate_rps=3.0))
+    assert len(run.timeline) > 3_000
+    assert len(report_page(run).encode()) < 200_000
+
+
+def test_a_run_shows_its_figures(run: RunResult) -> None:
+    page = Page(report_page(run))
+    text = " ".join(page.texts)
+    for told in (
+        "chat_rt",
+        "OK",
+        "Every check of the run holds.",
+        "TTFT: share of requests within a time",
+        "SLO 450 ms",
+        "slowest 1 % (15)",
+        "TTFT by stage, from fast to slow requests",
+        "Requests a second",
+        "In flight and queued",
+        "Workers",
+        "not cached",
+        "overloaded",
+        "$ per M good tokens",
+        "The client sent 99 % of requests at most 1.4 ms late.",
+        "127.0.0.1:50051",
+        "hit share",
+    ):
+        assert told.lower() in text.lower()
+
+
+def test_every_plot_has_words_for_those_who_do_not_see_it(
+    result: RunResult | SearchResult | CompareResult,
+) -> None:
+    page = Page(report_page(result))
+    assert page.tags.count("svg") >= 1
+    assert page.tags.count("figure") == page.tags.count("svg") == len(page.plots)
+    assert all(len(label) > 30 for label in page.plots)
+
+
+def test_a_percentile_the_sample_cannot_bear_is_not_shown() -> None:
+    text = " ".join(Page(report_page(make_run(make_records(60)))).texts)
+    assert "too few requests" in text
+
+
+def test_what_failed_is_told_first(run: RunResult) -> None:
+    failed = run.checks[1].model_copy(update={"is_ok": False, "message": "Sent too late."})
+    page = report_page(run.model_copy(update={"checks": (run.checks[0], failed)}))
+    assert page.index("Sent too late.") < page.index(run.checks[0].message)
+
+
+def hostile(value: Any) -> Any:
+    """Put a hostile text in the place of every text and beside every key."""
+    match value:
+        case str():
+            return value + HOSTILE
+        case dict():
+            return {f"{key}{HOSTILE}": hostile(item) for key, item in value.items()}
+        case list() | tuple():
+            return [hostile(item) for item in value]
+    return value
+
+
+def test_names_and_messages_cannot_break_out(run: RunResult) -> None:
+    told = run.model_dump(mode="json")
+    free = ("scenario", "target", "machine", "counts", "errors", "figures", "cost", "rates")
+    changes = {name: hostile(told[name]) for name in free}
+    changes |= {
+        name: hostile(told[name]) for name in ("verdict_reason", "commit", "scenario_digest")
+    }
+    for name in ("distributions", "stages_ms"):
+        changes[name] = {f"{key}{HOSTILE}": item for key, item in told[name].items()}
+    changes["groups"] = [{**group, "name": HOSTILE} for group in told["groups"]]
+    changes["ttft_bands"] = [
+        {**band, "name": HOSTILE, "stages_ms": hostile(band["stages_ms"])}
+        for band in told["ttft_bands"]
+    ]
+    changes["checks"] = [{**check, "message": HOSTILE} for check in told["checks"]]
+    changes["timeline"] = [
+        {**point, "replicas": hostile(point["replicas"])} for point in told["timeline"]
+    ]
+    page = Page(report_page(RunResult.model_validate_json(json.dumps(told | changes))))
+    check_is_closed_and_harmless(page)
+    assert any("<script>alert(1)</script>" in text for text in page.texts)
+
+
+def test_a_comparison_and_a_search_cannot_be_broken_out_of() -> None:
+    compared = make_compare()
+    metrics = tuple(
+        metric.model_copy(update={"name": HOSTILE, "reason": HOSTILE})
+        for metric in compared.metrics
+    )
+    search = make_search()
+    probes = tuple(probe.model_copy(update={"reason": HOSTILE}) for probe in search.probes)
+    for result in (
+        compared.model_copy(
+            update={
+                "name_a": HOSTILE,
+                "name_b": HOSTILE,
+                "metrics": metrics,
+                "warnings": (HOSTILE,),
+                "verdict_reason": HOSTILE,
+            }
+        ),
+        search.model_copy(update={"probes": probes, "verdict_reason": HOSTILE}),
+    ):
+        check_is_closed_and_harmless(Page(report_page(result)))
+
+
+def test_the_frontier_is_what_no_other_point_beats_in_both() -> None:
+    assert frontier([(1, 9), (2, 7), (2, 8), (3, 8), (4, 1), (3, 3)]) == [(1, 9), (3, 8), (4, 1)]
+    assert frontier([]) == []
