@@ -37,6 +37,7 @@ _FIGURES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "isl": lambda record: record.isl,
     "osl": lambda record: record.osl,
 }
+_GROUP_CURVE_STEPS = 50
 _GROUP_FIGURES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
 
@@ -89,6 +90,7 @@ def analyse(
         figures=_figures(log, scenario, measured, ideal_hit_ratio),
         checks=checks,
         timeline=tuple(_timeline(log)),
+        notes=tuple(log.notes),
     )
 
 
@@ -210,7 +212,9 @@ def _groups(measured: Sequence[RequestRecord], slo: Slo, ended_s: float) -> Iter
             yield Group(
                 name=f"{split} {part}",
                 num_requests=len(records),
-                distributions=distributions(answered, _GROUP_FIGURES),
+                distributions=distributions(
+                    answered, _GROUP_FIGURES, curve_steps=_GROUP_CURVE_STEPS
+                ),
                 attainment=attained(records, slo, ended_s),
             )
 

@@ -123,6 +123,7 @@ class RunResult(Form):
     ] = {}  # what a scenario adds: hit ratio, interference, ...
     checks: tuple[Check, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
+    notes: tuple[str, ...] = ()  # plain sentences about the run
     cost: dict[str, Any] | None = None
     raw_file: str = ""
     raw_sha256: str = ""

@@ -51,7 +51,7 @@ def percent(share: float) -> str:
     return f"{shown:g} %"
 
 
-_NEARLY_ALL = 0.995
+_NEARLY_ALL = 0.9995
 
 
 def seconds_axis(value: float) -> str:

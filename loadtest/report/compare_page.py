@@ -48,7 +48,7 @@ def _changes(result: CompareResult) -> Markup:
     spans = [span for metric in result.metrics if (span := _span(metric)) is not None]
     if not spans:
         return Markup()
-    told = "; ".join(f"{span.label} {span.kind}" for span in spans)
+    told = "; ".join(f"{span.label}: {span.kind}" for span in spans)
     axis = Axis("change from A to B, % of A", _signed)
     return span_plot(SpanPlot("Changes and their intervals", f"{told}.", axis, spans))
 
@@ -63,8 +63,12 @@ def _span(metric: MetricChange) -> Span | None:
     if a is None or change is None or low is None or high is None or a == 0:
         return None
     of_a = 100 / abs(a)
-    label = f"{metric.name} · {'lower' if metric.is_better_lower else 'higher'} is better"
-    return Span(label, change * of_a, low * of_a, high * of_a, metric.verdict)
+    return Span(_title(metric), change * of_a, low * of_a, high * of_a, metric.verdict)
+
+
+def _title(metric: MetricChange) -> str:
+    better = "lower" if metric.is_better_lower else "higher"
+    return f"{numbers.title_of(metric.name)}, {better} is better"
 
 
 def _metrics(result: CompareResult) -> Markup:
@@ -75,7 +79,7 @@ def _metrics(result: CompareResult) -> Markup:
 def _row(metric: MetricChange) -> list[str]:
     name = metric.name
     ends = [parts.optional(name, end) for end in (metric.low, metric.high) if end is not None]
-    change = parts.noted(parts.optional(name, metric.change), " – ".join(ends))
+    change = parts.noted(parts.optional(name, metric.change), " to ".join(ends))
     how = "lower is better" if metric.is_better_lower else "higher is better"
     return [
         parts.noted(

@@ -8,7 +8,7 @@ from typing import Any
 from loadtest.plots import numbers
 from loadtest.plots.chart import Axis, LinePlot, Mark, Point, Series, line_plot
 from loadtest.plots.markup import Markup, join
-from loadtest.report.parts import as_yaml, fact, facts_table, section, table
+from loadtest.report.parts import as_yaml, fact, fact_table, facts_table, section, table
 from loadtest.result import Distribution, RunResult, SearchResult
 
 CURVES = ("ttft_ms", "tpot_ms", "e2e_ms", "itl_ms")
@@ -21,11 +21,14 @@ _LIMITS = {
 
 
 def latency_plot(
-    name: str, arms: Mapping[str, Mapping[str, Distribution]], limit_ms: float | None
+    name: str,
+    arms: Mapping[str, Mapping[str, Distribution]],
+    limit_ms: float | None,
+    suffix: str = "",
 ) -> Markup:
     """Draw the share of requests within a time, one line an arm; nothing without a curve."""
     series = [
-        Series(arm, cdf(found[name]), colour=number, is_dashed=number > 1)
+        Series(arm, cdf(found[name]), colour=number, is_dashed=number % 2 == 0)
         for number, (arm, found) in enumerate(arms.items(), start=1)
         if name in found and len(found[name].curve) > 1
     ]
@@ -35,7 +38,7 @@ def latency_plot(
     told = "; ".join(_told(arm, name, found.get(name), len(arms)) for arm, found in arms.items())
     x = Axis(numbers.title_of(name), numbers.milliseconds, may_be_log=True)
     y = Axis("share of requests", numbers.percent, 0.0, 1.0)
-    title = f"{numbers.title_of(name)}: share of requests within a time"
+    title = f"{numbers.title_of(name)}{suffix or ': share of requests within a time'}"
     return line_plot(LinePlot(title, f"{told}.", x, y, series, marks))
 
 
@@ -106,7 +109,7 @@ def cost_section(cost: Mapping[str, Any] | None) -> Markup:
             ]
         else:
             rows.append((_cost_title(name), _cost(name, value)))
-    return section("Cost", join(table("Cost of this run", ["", ""], rows), *tables))
+    return section("Cost", join(fact_table("Cost of this run", rows), *tables))
 
 
 def _cost_table(name: str, entries: Sequence[Mapping[str, Any]]) -> Markup:
@@ -124,6 +127,11 @@ _COST_TITLES = {
     "per_m_output": "$ per M output tokens",
     "gpu_h": "GPU hours",
     "micro_usd": "$",
+    "gpus_usd": "GPUs",
+    "break_even_api_usd": "the same tokens from an API",
+    "break_even_load_share": "share of this load from which the cluster is cheaper",
+    "cache_saving_usd": "saved by the cache",
+    "opportunity_usd": "lost: idle GPUs, missed limits, refused requests",
 }
 
 

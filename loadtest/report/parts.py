@@ -51,7 +51,14 @@ def header(title: str, *notes: str) -> Markup:
 
 def verdict(word: str, kind: str, reason: str) -> Markup:
     """Say how it ended; `kind` is good, bad or neither."""
-    return tag("div", badge(word, kind), " ", reason, class_=f"card verdict {kind}", role="status")
+    return tag(
+        "div",
+        badge(word, kind),
+        " ",
+        sentence(reason),
+        class_=f"card verdict {kind}",
+        role="status",
+    )
 
 
 def badge(word: str, kind: str) -> Markup:
@@ -92,27 +99,47 @@ def plots(*figures: str) -> Markup:
 def table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Make a table whose first column names its rows; none without rows.
 
-    A cell that holds a number stands to the right, words to the left.
+    Columns of numbers stand to the right, columns of words to the left.
     """
     if not rows:
         return Markup()
-    head = tag("thead", tag("tr", *(tag("th", text, scope="col") for text in headers)))
-    body = tag("tbody", *(tag("tr", *_row(cells)) for cells in rows))
-    made = tag("table", tag("caption", caption), head, body)
-    # A wide table scrolls in its own frame, also by keyboard.
-    return tag("div", made, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    kinds = [_column_kind([row[at] for row in rows]) for at in range(len(headers))]
+    cells = [
+        tag("th", text, scope="col", class_=kind) for text, kind in zip(headers, kinds, strict=True)
+    ]
+    body = [_row(row, kinds) for row in rows]
+    made = tag(
+        "table", tag("caption", caption), tag("thead", tag("tr", *cells)), tag("tbody", *body)
+    )
+    return _scroller(caption, made)
 
 
-def _row(cells: Sequence[str]) -> list[Markup]:
+def _row(cells: Sequence[str], kinds: Sequence[str]) -> Markup:
     first, *others = cells
-    made = [tag("th", first, scope="row")]
-    for cell in others:
-        is_words = not isinstance(cell, Markup) and len(cell) > _LONGEST_NUMBER
-        made.append(tag("td", cell, class_="text" if is_words else "number"))
-    return made
+    made = [tag("td", cell, class_=kind) for cell, kind in zip(others, kinds[1:], strict=True)]
+    return tag("tr", tag("th", first, scope="row"), *made)
+
+
+def _column_kind(cells: Sequence[str]) -> str:
+    longest = max((len(cell) for cell in cells if not isinstance(cell, Markup)), default=0)
+    return "text" if longest > _LONGEST_NUMBER else "number"
 
 
 _LONGEST_NUMBER = 24
+
+
+def fact_table(caption: str, rows: Sequence[tuple[str, str]]) -> Markup:
+    """Make a table of names and values; none without rows."""
+    if not rows:
+        return Markup()
+    body = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in rows]
+    made = tag("table", tag("caption", caption), tag("tbody", *body))
+    return _scroller(caption, made, " facts")
+
+
+def _scroller(caption: str, made: Markup, kind: str = "") -> Markup:
+    """Let a wide table scroll in a frame of its own, also by keyboard."""
+    return tag("div", made, class_=f"scroll{kind}", tabindex="0", role="region", aria_label=caption)
 
 
 def noted(value: str, note: str) -> Markup:
@@ -152,7 +179,7 @@ def distribution_table(caption: str, distributions: Mapping[str, Distribution]) 
         told = by_share(distribution)
         cells = [percentile_cell(name, told[share]) if share in told else NONE for share in shares]
         ends = [optional(name, distribution.mean), *cells, optional(name, distribution.maximum)]
-        rows.append([numbers.title_of(name), str(distribution.count), *ends])
+        rows.append([numbers.title_of(name), f"{distribution.count:,}", *ends])
     headers = ["", "count", "mean", *(share_name(share) for share in shares), "greatest"]
     return table(caption, headers, rows)
 
@@ -167,13 +194,19 @@ def interval(share: Interval) -> str:
     return f"{numbers.percent(share.low)} – {numbers.percent(share.high)}"
 
 
+def sentence(text: str) -> str:
+    """Begin with a capital and end with a full stop."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
 def checks(entries: Sequence[Check]) -> Markup:
     """List the questions about the run itself; those that failed come first."""
     made = [
         tag(
             "li",
             badge("ok" if c.is_ok else "failed", "good" if c.is_ok else "bad"),
-            tag("span", c.message),
+            tag("span", sentence(c.message)),
         )
         for c in sorted(entries, key=lambda check: check.is_ok)
     ]
@@ -183,7 +216,7 @@ def checks(entries: Sequence[Check]) -> Markup:
 # Any: values of a scenario, a target or a cost, as JSON has them.
 def facts_table(caption: str, facts: Mapping[str, Any]) -> Markup:
     """Make a table of names and values; a mapping inside becomes rows with its own names."""
-    return table(caption, ["", ""], _fact_rows("", facts))
+    return fact_table(caption, _fact_rows("", facts))
 
 
 def _fact_rows(prefix: str, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -221,7 +254,7 @@ def as_yaml(title: str, value: Mapping[str, Any]) -> Markup:
 def definitions(names: Sequence[str]) -> Markup:
     """Say what figures mean, those that the page shows."""
     rows = [(numbers.title_of(name), MEANINGS[name]) for name in names if name in MEANINGS]
-    return table("What the figures mean", ["", ""], rows)
+    return fact_table("What the figures mean", rows)
 
 
 MEANINGS = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from loadtest.plots import numbers
 from loadtest.plots.chart import Axis, Bar, BarPlot, LinePlot, Point, Series, bar_plot, line_plot
-from loadtest.plots.markup import Markup, join
+from loadtest.plots.markup import Markup, join, tag
 from loadtest.report import parts
 from loadtest.report.curves import (
     CURVES,
@@ -18,12 +18,13 @@ from loadtest.report.curves import (
     scenario_name,
     slo_limits_ms,
 )
+from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, Tile
 from loadtest.result import Distribution, Group, RunResult, StageBand, TimelinePoint
 
 GOOD_VERDICTS = ("OK",)
 _BAD_VERDICTS = ("FAILED",)
-_HIT_MISS = ("ttft_ms", "tpot_ms", "e2e_ms")
+_GROUP_FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 
 def run_page(result: RunResult) -> str:
@@ -34,17 +35,22 @@ def run_page(result: RunResult) -> str:
         parts.header(name, *_about(result)),
         parts.verdict(result.verdict, verdict_kind(result.verdict), result.verdict_reason),
         parts.tiles(headline(result)),
-        parts.section("Can these figures be trusted?", parts.checks(result.checks)),
+        _trust(result),
         _latencies(result),
         _stages(result),
         _timeline(result),
         _groups(result),
-        parts.section("Figures of this scenario", parts.facts_table("Figures", result.figures)),
+        _figures(result),
         cost_section(result.cost),
         _outcomes(result),
         provenance(result),
         parts.section("Definitions", parts.definitions([*result.distributions, "goodput_rps"])),
     )
+
+
+def _trust(result: RunResult) -> Markup:
+    notes = [tag("p", parts.sentence(note), class_="note") for note in result.notes]
+    return parts.section("Can these figures be trusted?", parts.checks(result.checks), *notes)
 
 
 def verdict_kind(verdict: str) -> str:
@@ -82,7 +88,7 @@ def headline(result: RunResult) -> list[Tile]:
         tiles.append(Tile("Output", numbers.figure("output_tok_s", rates["output_tok_s"])))
     failed = sum(result.counts.get(status, 0) for status in ("error", "timeout", "rejected"))
     measured = result.counts.get("measured", 0)
-    tiles.append(Tile("Failed or refused", str(failed), f"of {measured} measured"))
+    tiles.append(Tile("Failed or refused", str(failed), f"of {measured:,} measured"))
     good = (result.cost or {}).get("per_m_good")
     if isinstance(good, int | float):
         tiles.append(Tile("Per million good tokens", f"${numbers.significant(good)}"))
@@ -106,8 +112,17 @@ def _latencies(result: RunResult) -> Markup:
     limits = slo_limits_ms(result.scenario)
     arms = {"all": result.distributions}
     figures = [latency_plot(name, arms, limits.get(name)) for name in CURVES]
-    told = parts.distribution_table("All measured requests", result.distributions)
-    return parts.section("Latencies", parts.plots(*figures), told)
+    latencies = {name: d for name, d in result.distributions.items() if name not in _LENGTHS}
+    lengths = {name: d for name, d in result.distributions.items() if name in _LENGTHS}
+    return parts.section(
+        "Latencies",
+        parts.plots(*figures),
+        parts.distribution_table("All measured requests", latencies),
+        parts.distribution_table("Tokens of a request", lengths),
+    )
+
+
+_LENGTHS = ("isl", "osl")
 
 
 def _stages(result: RunResult) -> Markup:
@@ -221,12 +236,22 @@ def _groups(result: RunResult) -> Markup:
         return Markup()
     rows = [_group_row(group) for group in result.groups]
     headers = ["", "requests", "within the SLO"]
-    headers += [f"{numbers.title_of(name)} {p}" for name in _HIT_MISS for p in ("p50", "p99")]
-    arms = {g.name: g.distributions for g in result.groups[:_MAX_ARMS]}
-    limits = slo_limits_ms(result.scenario)
-    figures = [latency_plot(name, arms, limits.get(name)) for name in _HIT_MISS[:2]]
+    headers += [f"{numbers.title_of(name)} {p}" for name in _GROUP_FIGURES for p in ("p50", "p99")]
     told = parts.table("Parts of the load", headers, rows)
-    return parts.section("Groups", told, parts.plots(*figures))
+    return parts.section("Groups", parts.plots(*_group_plots(result)), told)
+
+
+def _group_plots(result: RunResult) -> list[Markup]:
+    """Draw the TTFT by each thing that groups are split by: the first word of their names."""
+    splits: dict[str, dict[str, Mapping[str, Distribution]]] = {}
+    for group in result.groups:
+        split, _, part = group.name.partition(" ")
+        splits.setdefault(split, {})[part] = group.distributions
+    limit = slo_limits_ms(result.scenario).get("ttft_ms")
+    return [
+        latency_plot("ttft_ms", dict(list(arms.items())[:_MAX_ARMS]), limit, f" by {split}")
+        for split, arms in splits.items()
+    ]
 
 
 _MAX_ARMS = 6
@@ -238,12 +263,17 @@ def _group_row(group: Group) -> list[str]:
         NONE if share is None else parts.noted(numbers.percent(share.value), parts.interval(share))
     )
     row: list[str] = [group.name, str(group.num_requests), kept]
-    for name in _HIT_MISS:
+    for name in _GROUP_FIGURES:
         told = parts.by_share(group.distributions.get(name))
         for share_of in (0.5, 0.99):
             found = told.get(share_of)
             row.append(NONE if found is None else parts.percentile_cell(name, found))
     return row
+
+
+def _figures(result: RunResult) -> Markup:
+    rows = figure_rows(result.figures)
+    return parts.section("What this scenario asks", parts.fact_table("Figures", rows))
 
 
 def _outcomes(result: RunResult) -> Markup:

@@ -39,16 +39,15 @@ margin:1rem 0}
 .tile{padding:.7rem .9rem}
 .tile b{display:block;font-size:1.45rem;line-height:1.3;font-variant-numeric:tabular-nums}
 .tile .note{display:block}
-.plots{display:grid;gap:.75rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,25rem),1fr))}
-figure{margin:0;padding:.8rem .9rem .5rem;max-width:44rem;break-inside:avoid}
+.plots{display:grid;gap:.75rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,25rem),1fr))}
+figure{margin:0;padding:.8rem .9rem .5rem;break-inside:avoid}
 figcaption strong{display:block}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem .9rem;font-size:.86rem;margin:.3rem 0 0}
 .key{display:inline-block;width:.8rem;height:.8rem;border-radius:.2rem;margin-right:.35rem;
 background:currentColor;vertical-align:-.08rem}
 svg{display:block;width:100%;height:auto;margin-top:.3rem}
 svg text{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
-svg .row{fill:var(--ink)}
-svg .told{fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:4px;
+svg .row,svg .told{fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:4px;
 stroke-linejoin:round}
 .grid{stroke:var(--line);stroke-width:1}
 .axis{stroke:var(--soft);stroke-width:1}
@@ -67,11 +66,14 @@ table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:t
 caption{text-align:left;padding:.6rem .8rem .2rem;font-weight:600}
 th,td{padding:.35rem .8rem;text-align:right;border-top:1px solid var(--line);vertical-align:top}
 thead th{border-top:0;color:var(--soft);font-weight:600;white-space:nowrap}
-tbody th,th:first-child{text-align:left;font-weight:500}
+th:first-child,th.text{text-align:left}
+tbody th{font-weight:500}
 td.text{text-align:left;min-width:12rem}
 td.number{white-space:nowrap}
-th{overflow-wrap:anywhere}
-td .note{display:block;white-space:nowrap}
+tbody th{min-width:7rem;overflow-wrap:break-word}
+td .note,th .note{display:block;white-space:nowrap}
+.facts table{width:auto}.facts th{min-width:min(16rem,40vw)}
+.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
 details{margin:.75rem 0}
 summary{cursor:pointer;padding:.2rem 0}
 ul.checks{list-style:none;margin:0;padding:0}

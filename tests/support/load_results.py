@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from loadtest.analysis import Origin, analyse
 from loadtest.intervals import wilson
-from loadtest.percentiles import CURVE_STEPS, distribution
-from loadtest.records import Chunk, RequestRecord, Status
+from loadtest.percentiles import distribution
+from loadtest.records import Chunk, RequestRecord, Sample, Status
 from loadtest.result import (
-    Check,
     CompareResult,
     Distribution,
-    Group,
     MetricChange,
     Probe,
     RunResult,
     SearchResult,
-    TimelinePoint,
 )
+from loadtest.run_log import RunLog
+from loadtest.scenario import parse_scenario
 from loadtest.slo import Slo
-from loadtest.ttft_bands import ttft_bands
+from loadtest.target import TargetFacts
 
 CONFIDENCE = 0.95
 SLO = Slo(ttft_s=0.45, tpot_s=0.04)
@@ -29,7 +30,7 @@ STARTED_AT = "2026-11-30T12:00:00+00:00"
 
 
 def make_records(
-    count: int, seed: int = 1, *, rate_rps: float = 20.0, slower: float = 1.0
+    count: int, seed: int = 1, *, rate_rps: float = 20.0, slower: float = 1.0, max_chunks: int = 60
 ) -> list[RequestRecord]:
     """Make requests as a client would have seen them, on a clock of whole nanoseconds."""
     chance = random.Random(seed)
@@ -37,11 +38,13 @@ def make_records(
     records = []
     for number in range(count):
         at_s += chance.expovariate(rate_rps)
-        records.append(_record(chance, number, round(at_s, 9), slower))
+        records.append(_record(chance, number, round(at_s, 9), slower, max_chunks))
     return records
 
 
-def _record(chance: random.Random, number: int, at_s: float, slower: float) -> RequestRecord:
+def _record(
+    chance: random.Random, number: int, at_s: float, slower: float, max_chunks: int
+) -> RequestRecord:
     is_hit = chance.random() < 0.4
     stages_ms = {
         "router": chance.uniform(0.5, 2.0),
@@ -68,10 +71,11 @@ def _record(chance: random.Random, number: int, at_s: float, slower: float) -> R
     )
     if chance.random() < 0.01:
         record.status, record.code = Status.REJECTED, "overloaded"
+        record.done_s = round(at_s + 0.002, 9)
         return record
     in_server_ms = sum(list(stages_ms.values())[:4])
     now_s = at_s + (in_server_ms + chance.uniform(1, 4)) / 1e3
-    for _ in range(chance.randint(5, 60)):
+    for _ in range(chance.randint(5, max_chunks)):
         record.chunks.append(Chunk(round(now_s, 9), chance.choice([1, 1, 1, 2])))
         now_s += chance.gammavariate(20, 0.0011)
     record.done_s = round(now_s, 9)
@@ -80,140 +84,43 @@ def _record(chance: random.Random, number: int, at_s: float, slower: float) -> R
 
 
 def make_run(
-    records: Sequence[RequestRecord], *, name: str = "chat_rt", model: str = "smollm2"
+    records: Sequence[RequestRecord], *, name: str = "chat_rt", rate_rps: float = 20.0
 ) -> RunResult:
-    """Make the result of a run from its records; times of the timeline are whole seconds."""
-    ok = [record for record in records if record.status is Status.OK]
-    good = sum(SLO.is_met(record) for record in records)
-    duration_s = max(record.scheduled_s for record in records) + 1
-    return RunResult(
-        scenario={
-            "name": name,
-            "description": "Chats of four turns, as people write them.",
-            "arrivals": {"kind": "poisson", "rate_rps": 20.0},
-            "slo": SLO.model_dump(),
-        },
-        scenario_digest="0123456789abcdef",
-        target={"kind": "grpc", "address": "127.0.0.1:50051", "model": model},
-        machine={"cpu": "a processor", "cores": 2, "memory_gib": 8},
-        commit="abc1234",
-        seed=1,
-        started_at=STARTED_AT,
-        duration_s=duration_s,
-        verdict="OK",
-        verdict_reason="Every check of the run holds.",
-        counts={"measured": len(records), "ok": len(ok), "rejected": len(records) - len(ok)},
-        errors={"overloaded": len(records) - len(ok)},
-        rates={
-            "offered_rps": len(records) / duration_s,
-            "achieved_rps": len(ok) / duration_s,
-            "goodput_rps": good / duration_s,
-            "output_tok_s": sum(record.osl for record in ok) / duration_s,
-        },
-        distributions=_distributions(ok),
-        attainment=wilson(good, len(records), CONFIDENCE),
-        stages_ms=_stages(ok),
-        ttft_bands=ttft_bands(records),
-        groups=_groups(ok),
-        figures={"hit_share": 0.41, "ideal_hit_share": 0.44, "makespan_s": 41.5},
-        checks=(
-            Check(
-                name="littles_law",
-                is_ok=True,
-                value=0.01,
-                limit=0.05,
-                message="Requests in flight agree with rate and latency within 1.0 %.",
-            ),
-            Check(
-                name="dispatch",
-                is_ok=True,
-                value=1.4,
-                limit=5.0,
-                message="The client sent 99 % of requests at most 1.4 ms late.",
-            ),
-        ),
-        timeline=_timeline(records, round(duration_s)),
-        cost=make_cost(),
-        raw_file="requests.jsonl.gz",
-        raw_sha256="0" * 64,
-    )
-
-
-def _distributions(ok: Sequence[RequestRecord]) -> dict[str, Distribution]:
-    return {
-        "ttft_ms": _described([r.ttft_s for r in ok]),
-        "ttft_sent_ms": _described([r.ttft_sent_s for r in ok]),
-        "tpot_ms": _described([r.tpot_s for r in ok]),
-        "itl_ms": _described([gap for r in ok for gap, _ in r.itls_s]),
-        "e2e_ms": _described([r.e2e_s for r in ok]),
-        "max_stall_ms": _described([r.max_stall_s for r in ok]),
-        "handoff_gap_ms": _described([r.handoff_gap_s for r in ok]),
-        "dispatch_delay_ms": _described([r.dispatch_delay_s for r in ok]),
+    """Analyse records as those of a run of their length; the cluster grows half way."""
+    values: dict[str, Any] = {
+        "name": name,
+        "description": "Chats of four turns, as people write them.",
+        "arrivals": {"kind": "poisson", "rate_rps": rate_rps},
+        "workload": {"kind": "fixed", "isl": 1000, "osl": 40},
+        "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
+        "phases": {"measure_s": max(record.scheduled_s for record in records)},
+        "seed": 1,
     }
-
-
-def _described(values_s: Sequence[float | None]) -> Distribution:
-    known = [value * 1e3 for value in values_s if value is not None]
-    return distribution(known, confidence=CONFIDENCE, curve_steps=CURVE_STEPS)
-
-
-def _stages(ok: Sequence[RequestRecord]) -> dict[str, Distribution]:
-    names = dict.fromkeys(name for record in ok for name in record.stages_ms)
-    return {
-        name: distribution([r.stages_ms[name] for r in ok], confidence=CONFIDENCE) for name in names
+    facts = TargetFacts("grpc", "127.0.0.1:50051", "smollm2", 8192, 49_152)
+    duration_s = max(record.done_s or record.scheduled_s for record in records) + 0.1
+    log = RunLog(facts, STARTED_AT, list(records), duration_s=duration_s)
+    log.samples = list(_samples(records, duration_s))
+    log.notes = ["The client and the server share this machine."]
+    machine = {"cpu": "a processor", "cores": 2, "memory_gib": 8}
+    run = analyse(log, parse_scenario(values, name), Origin(machine, "abc1234"))
+    figures = {
+        "hit_ratio": 0.41,
+        "hit_of_ideal": 0.93,
+        "interference": None,
+        "makespan_p50_s": 41.5,
     }
+    return run.model_copy(update={"cost": make_cost(), "figures": figures})
 
 
-def _groups(ok: Sequence[RequestRecord]) -> tuple[Group, ...]:
-    parts = {
-        "kind short": [r for r in ok if r.kind == "short"],
-        "kind long": [r for r in ok if r.kind == "long"],
-        "cached": [r for r in ok if r.cached_tokens],
-        "not cached": [r for r in ok if not r.cached_tokens],
-    }
-    return tuple(
-        Group(
-            name=name,
-            num_requests=len(part),
-            distributions={
-                "ttft_ms": _described([r.ttft_s for r in part]),
-                "tpot_ms": _described([r.tpot_s for r in part]),
-                "e2e_ms": _described([r.e2e_s for r in part]),
-            },
-            attainment=wilson(sum(map(SLO.is_met, part)), len(part), CONFIDENCE),
-        )
-        for name, part in parts.items()
-    )
-
-
-def _timeline(records: Sequence[RequestRecord], num_seconds: int) -> tuple[TimelinePoint, ...]:
-    due: dict[int, list[RequestRecord]] = {}
-    ended: dict[int, int] = {}
-    for record in records:
-        due.setdefault(int(record.scheduled_s), []).append(record)
-        end_s = record.scheduled_s if record.done_s is None else record.done_s
-        ended[int(end_s)] = ended.get(int(end_s), 0) + 1
-    points: list[TimelinePoint] = []
-    in_flight = 0
-    for second in range(num_seconds):
-        sent = due.get(second, [])
-        failed = sum(r.status is Status.REJECTED for r in sent)
-        in_flight += len(sent) - ended.get(second, 0)
-        ttfts_ms = sorted(r.ttft_s * 1e3 for r in sent if r.ttft_s is not None)
-        points.append(
-            TimelinePoint(
-                at_s=float(second),
-                sent=len(sent),
-                finished=ended.get(second, 0) - failed,
-                failed=failed,
-                in_flight=in_flight,
-                tokens=sum(r.osl for r in sent),
-                ttft_p50_ms=ttfts_ms[len(ttfts_ms) // 2] if ttfts_ms else None,
-                replicas={"prefill": 2 if second < num_seconds / 2 else 3, "decode": 2},
-                queued=in_flight // 4,
-            )
-        )
-    return tuple(points)
+def _samples(records: Sequence[RequestRecord], duration_s: float) -> Iterator[Sample]:
+    begun = sorted(record.scheduled_s for record in records)
+    ended = sorted(record.done_s for record in records if record.done_s is not None)
+    for step in range(int(duration_s * 4)):
+        at_s = step / 4
+        in_flight = bisect_right(begun, at_s) - bisect_right(ended, at_s)
+        num_prefill = 2 if at_s < duration_s / 2 else 3
+        replicas = {"prefill": num_prefill, "decode": 2}
+        yield Sample(at_s, in_flight, 0.0004, replicas, queued=in_flight // 4)
 
 
 def make_cost() -> dict[str, Any]:

@@ -84,9 +84,8 @@ def test_a_page_is_whole_and_names_no_address(
 
 
 def test_the_page_of_ten_thousand_requests_is_below_a_megabyte() -> None:
-    """Ten times as many requests make no larger page, an hour of seconds a little larger one."""
-    run = make_run(make_records(10_000, rate_rps=3.0))
-    assert len(run.timeline) > 3_000
+    """Nothing in it grows with their number."""
+    run = make_run(make_records(10_000, max_chunks=5))
     assert len(report_page(run).encode()) < 200_000
 
 
@@ -96,7 +95,7 @@ def test_a_run_shows_its_figures(run: RunResult) -> None:
     for told in (
         "chat_rt",
         "OK",
-        "Every check of the run holds.",
+        "kind long",
         "TTFT: share of requests within a time",
         "SLO 450 ms",
         "slowest 1 % (15)",
@@ -104,12 +103,13 @@ def test_a_run_shows_its_figures(run: RunResult) -> None:
         "Requests a second",
         "In flight and queued",
         "Workers",
-        "not cached",
+        "cache miss",
         "overloaded",
         "$ per M good tokens",
-        "The client sent 99 % of requests at most 1.4 ms late.",
         "127.0.0.1:50051",
-        "hit share",
+        "cached, of what could have been",
+        "The client and the server share this machine.",
+        "TTFT by kind",
     ):
         assert told.lower() in text.lower()
 

@@ -1,0 +1,49 @@
+"""What single scenarios measure beyond latencies, in words."""
+
+from __future__ import annotations
+
+from loadtest.plots import numbers
+from loadtest.report.parts import NONE
+
+# Title and how the value is written: as a figure whose name ends like this, or with a unit.
+_KNOWN = {
+    "hit_ratio": ("prompt tokens that were cached", "_share"),
+    "ideal_hit_ratio": ("the same, in a cache without end", "_share"),
+    "hit_of_ideal": ("cached, of what could have been", "_share"),
+    "short_beside_long": ("short requests beside the prefill of a long one", ""),
+    "short_alone": ("short requests without a long one", ""),
+    "tpot_p99_ms_beside_long": ("TPOT p99 of short requests beside a long one", "_ms"),
+    "tpot_p99_ms_alone": ("TPOT p99 of short requests without a long one", "_ms"),
+    "interference": ("interference: the first of these over the second", " times"),
+    "sessions": ("sessions", ""),
+    "sessions_whole": ("sessions that ended with their last turn", ""),
+    "makespan_p50_s": ("time of a whole session, p50", "_s"),
+    "makespan_p95_s": ("time of a whole session, p95", "_s"),
+    "makespan_p99_s": ("time of a whole session, p99", "_s"),
+    "slo_recovery_s": ("from the burst until the SLO held again", "_s"),
+    "slo_debt_req_s": ("time by which requests missed their limits, added up", "_s"),
+    "peak_in_flight": ("most requests in flight", ""),
+    "peak_queue": ("most requests queued in the server", ""),
+    "lost_in_burst": ("requests lost in the burst", ""),
+    "first_new_worker_s": ("from the burst to the first new worker", "_s"),
+    "overshoot_gpu_s": ("GPU time beyond what was needed", "_s"),
+}
+
+
+def figure_rows(figures: dict[str, float | str | None]) -> list[tuple[str, str]]:
+    """Name and write figures; one nobody named here keeps its own name."""
+    return [(_title(name), _value(name, value)) for name, value in figures.items()]
+
+
+def _title(name: str) -> str:
+    return _KNOWN[name][0] if name in _KNOWN else numbers.title_of(name)
+
+
+def _value(name: str, value: float | str | None) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, str):
+        return value
+    ending = _KNOWN[name][1] if name in _KNOWN else name
+    told = numbers.figure(ending, value)
+    return told + ending if ending.startswith(" ") else told
