@@ -6,25 +6,17 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
-from statistics import NormalDist
 
 from loadtest.result import Interval
+from services.common.shares import wilson_bounds
 
 _MAX_EXACT = 60  # points; beyond it the tail is below any level that is asked for
 
 
 def wilson(successes: int, count: int, confidence: float) -> Interval:
     """Return a share with its Wilson score interval; with no trials nothing is known."""
-    if count == 0:
-        return Interval(value=0.0, low=0.0, high=1.0, count=0)
-    share = successes / count
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    weight = z * z / count
-    centre = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
-    # At the ends rounding must not push the bound past the share itself.
-    low = 0.0 if successes == 0 else max(0.0, centre - half)
-    high = 1.0 if successes == count else min(1.0, centre + half)
+    low, high = wilson_bounds(successes, count, confidence)
+    share = successes / count if count else 0.0
     return Interval(value=share, low=low, high=high, count=count)
 
 
