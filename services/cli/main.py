@@ -22,6 +22,7 @@ from services.cli import (
     explain,
     key,
     model,
+    plan,
     serve,
     status,
     top,
@@ -42,6 +43,7 @@ app.command("top")(top.top)
 app.command("explain")(explain.explain)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
 app.add_typer(cert.app, name="cert")
