@@ -114,10 +114,11 @@ gpu: setup ## what needs CUDA; skipped without
 	$(PYTEST) -m gpu tests
 
 test: setup static ## what CI runs: static checks and every test that needs no GPU
-	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore=tests/e2e --ignore=tests/chaos
+	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/extra
 	$(PYTEST) tests/e2e tests/chaos
 
 test-extra: test ## the same, plus what needs programs a fresh machine lacks (skipped if absent)
+	$(PYTEST) tests/extra
 
 bench: setup ## first figures: two pools beside one worker
 	$(BIN)/isthmus bench smoke
