@@ -148,7 +148,7 @@ class FrontDesk:
             call = await self.preparer.call(spec, arrival)
             with self.accounting.billed(arrival.tenant, len(call.token_ids)) as bill:
                 if sink is not None:
-                    call = replace(call, sink=TappedSink(sink, bill.note))
+                    call = replace(call, sink=TappedSink(sink, bill))
 
                 async def note_and_write(outputs: Sequence[RouterOutput]) -> None:
                     for output in outputs:

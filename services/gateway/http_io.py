@@ -17,6 +17,7 @@ from services.gateway.openai_output import dump
 from services.gateway.wire_names import NO_BUFFERING
 
 JSON_TYPE = "application/json"
+CHUNK_END = b"\r\n"  # of a piece of a body whose length was not announced
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -127,7 +128,7 @@ class Responder:
         connection: Connection | None = None,
     ) -> None:
         self.has_started = False
-        self._connection = connection
+        self.connection = connection
         self._send = send
         self._extra = extra_headers
         self._is_head = is_head
@@ -179,7 +180,7 @@ class Responder:
         Past the server, whose way there costs more than the rest of a token. A stream of events
         has no length, so the server has said that its body comes in chunks.
         """
-        connection = self._connection
+        connection = self.connection
         if connection is None or connection.flow.write_paused:
             return None
         transport = connection.transport
@@ -198,7 +199,12 @@ class Responder:
 
 def chunk(data: bytes) -> bytes:
     """Frame a piece of a body whose length was not announced."""
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    return chunk_head(len(data)) + data + CHUNK_END
+
+
+def chunk_head(size: int) -> bytes:
+    """Write what stands before a piece of that many bytes."""
+    return b"%x\r\n" % size
 
 
 def _body(data: bytes, *, more: bool) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.rate_limits import RateLimits
@@ -39,11 +40,13 @@ class Bill:
     def note(self, output: RouterOutput) -> None:
         """Count an output."""
         if isinstance(output, ChoiceDelta):
-            self.num_made += len(output.token_ids)
-            if self.num_made - self.num_charged >= _CHARGE_EVERY:
-                self._charge()
+            self._made(len(output.token_ids))
         elif isinstance(output, RequestEnd):
             self.end = output
+
+    def note_written(self, times: Sequence[float]) -> None:
+        """Count tokens that were written, one at each of these times."""
+        self._made(len(times))
 
     def close(self) -> None:
         """Charge the rest, and write the bill."""
@@ -56,6 +59,11 @@ class Bill:
         else:
             usage = Usage(1)
         self.book.add(self.tenant, usage)
+
+    def _made(self, num_tokens: int) -> None:
+        self.num_made += num_tokens
+        if self.num_made - self.num_charged >= _CHARGE_EVERY:
+            self._charge()
 
     def _charge(self) -> None:
         if self.num_made > self.num_charged:

@@ -81,7 +81,7 @@ class ObservedRouter:
 
         try:
             if call.sink is not None:
-                call = replace(call, sink=TappedSink(call.sink, gaps.note))
+                call = replace(call, sink=TappedSink(call.sink, gaps))
             if span.traceparent:
                 call = replace(call, traceparent=span.traceparent)
             await self._inner.generate(call, note_and_write)
@@ -157,7 +157,14 @@ class _Gaps:
         num_tokens = len(output.token_ids)
         if not num_tokens:
             return
-        now = self._clock.now()
+        self._note(self._clock.now(), num_tokens)
+
+    def note_written(self, times: Sequence[float]) -> None:
+        """Tokens were written to the client, one at each of these times."""
+        for time in times:
+            self._note(time, 1)
+
+    def _note(self, now: float, num_tokens: int) -> None:
         if self._first is None:
             self._first = now
         else:

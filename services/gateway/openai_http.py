@@ -15,9 +15,12 @@ from services.gateway.front_desk import FrontDesk
 from services.gateway.hooks import GatewayHooks
 from services.gateway.http_edge import Endpoint, Exchange, HttpEdge, HttpRoute
 from services.gateway.http_io import (
+    CHUNK_END,
+    Connection,
     Responder,
     check_body_headers,
     chunk,
+    chunk_head,
     read_body,
     traceparent_of,
     while_connected,
@@ -36,6 +39,7 @@ from services.gateway.openai_output import (
     CountingWriter,
     StreamWriter,
     dump,
+    json_text,
 )
 from services.gateway.prepare import TextPool
 from services.gateway.rate_limits import rate_headers
@@ -68,6 +72,7 @@ from services.router.api import (
     RequestEnd,
     RouterOutput,
     ServedModel,
+    TextWriter,
     WriteOutputs,
 )
 from services.router.output_sink import LiveSink
@@ -170,14 +175,14 @@ class HttpDoor:
                 exchange.ttft_s = self._clock.now() - exchange.received_at
             for output in outputs:
                 if isinstance(output, ChoiceDelta):
-                    data = live.writer.delta(output)
+                    data = live.events.delta(output)
                     if data:
                         await responder.events(data)
                 elif isinstance(output, ChoiceEnd):
-                    await responder.events(live.writer.end(output))
+                    await responder.events(live.events.end(output))
                 else:
                     exchange.end = output
-                    await responder.end_events(live.writer.finish(output))
+                    await responder.end_events(live.events.finish(output))
             live.sink.is_open = exchange.end is None
 
         try:
@@ -188,7 +193,7 @@ class HttpDoor:
             live.sink.is_open = False
             # Headers are out: the error is an event, and no finish_reason or DONE follows.
             exchange.code = error.spec.code
-            await responder.end_events(live.writer.error(error))
+            await responder.end_events(live.events.error(error))
 
     async def _whole(
         self, exchange: Exchange, generate: _Generate, facts: AnswerFacts, num_choices: int
@@ -332,8 +337,8 @@ class HttpDoor:
 class _LiveStream:
     """Writes deltas of one stream in the moment they come."""
 
-    def __init__(self, responder: Responder, writer: StreamWriter) -> None:
-        self.writer = writer
+    def __init__(self, responder: Responder, events: StreamWriter) -> None:
+        self.events = events
         self.sink = LiveSink(self)
         self._responder = responder
 
@@ -342,9 +347,44 @@ class _LiveStream:
         transport = self._responder.transport_now()
         if transport is None:
             return False
-        data = self.writer.delta(output)
+        data = self.events.delta(output)
         if data:
             transport.write(chunk(data))
+        return True
+
+    def writer(self) -> TextWriter | None:
+        """Give what writes plain text of the only choice, unless the client lags."""
+        connection, frame = self._responder.connection, self.events.frame_of(0)
+        if connection is None or frame is None:
+            return None
+        return _EventWriter(connection, frame).write
+
+    def note_written(self, num_tokens: int) -> None:
+        """Keep the count of what was written that way."""
+        self.events.note_written(0, num_tokens)
+
+
+class _EventWriter:
+    """Writes one event for each text, with the shortest way of everything."""
+
+    __slots__ = ("_flow", "_head", "_heads", "_tail", "_transport")
+
+    def __init__(self, connection: Connection, frame: tuple[bytes, bytes]) -> None:
+        self._flow, self._transport = connection.flow, connection.transport
+        self._head, tail = frame
+        self._tail = tail + CHUNK_END
+        self._heads: dict[int, bytes] = {}  # by the length of what they stand before
+
+    def write(self, text: str) -> bool:
+        transport = self._transport
+        if self._flow.write_paused or transport.is_closing():
+            return False
+        data = json_text(text)
+        head = self._heads.get(len(data))
+        if head is None:
+            size = len(self._head) + len(data) + len(self._tail) - len(CHUNK_END)
+            head = self._heads[len(data)] = chunk_head(size) + self._head
+        transport.write(head + data + self._tail)
         return True
 
 

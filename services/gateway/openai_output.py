@@ -63,6 +63,11 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
+def json_text(text: str) -> bytes:
+    """Write a string of JSON."""
+    return encode_basestring(text).encode()
+
+
 def usage_of(end: RequestEnd) -> dict[str, Any]:
     """Write the usage object."""
     return {
@@ -105,7 +110,15 @@ class StreamWriter:
         prefix = self._prefixes.get(output.choice)
         if prefix is None:
             return self._first(output)
-        return prefix + encode_basestring(output.text).encode() + self._plain_tail
+        return prefix + json_text(output.text) + self._plain_tail
+
+    def frame_of(self, choice: int) -> tuple[bytes, bytes] | None:
+        """Give what stands around the text of a plain event; None before a choice's first one."""
+        prefix = self._prefixes.get(choice)
+        return None if prefix is None else (prefix, self._plain_tail)
+
+    def note_written(self, choice: int, num_tokens: int) -> None:
+        """Hear of events of one token each that others wrote, in such a frame."""
 
     def end(self, end: ChoiceEnd) -> bytes:
         """Write the end of one choice."""
@@ -186,24 +199,39 @@ class CountingWriter(StreamWriter):
         """Write new output with the tokens since the choice's last event."""
         choice = output.choice
         self._come[choice] = self._come.get(choice, 0) + len(output.token_ids)
-        return self._counted(super().delta(output), choice)
+        return self._with_count(super().delta(output), choice)
+
+    def frame_of(self, choice: int) -> tuple[bytes, bytes] | None:
+        """Give what stands around an event of one token, unless others have come before it."""
+        frame = super().frame_of(choice)
+        if frame is None or self._come.get(choice) != self._told.get(choice):
+            return None
+        prefix, tail = frame
+        return prefix, _counted(tail, 1)
+
+    def note_written(self, choice: int, num_tokens: int) -> None:
+        """Count events of one token each that others wrote."""
+        self._come[choice] += num_tokens
+        self._told[choice] += num_tokens
 
     def end(self, end: ChoiceEnd) -> bytes:
         """Write the end of one choice with what is left."""
         self._come[end.choice] = max(end.num_tokens, self._told.get(end.choice, 0))
-        return self._counted(super().end(end), end.choice)
+        return self._with_count(super().end(end), end.choice)
 
-    def _counted(self, events: bytes, choice: int) -> bytes:
+    def _with_count(self, events: bytes, choice: int) -> bytes:
         """Add the key to the last event."""
         if not events:
             return events
         num_tokens = self._come[choice] - self._told.get(choice, 0)
         self._told[choice] = self._come[choice]
-        return b'%b,"isthmus":{"num_tokens":%d}}%b' % (
-            events.removesuffix(_EVENT_END)[:-1],
-            num_tokens,
-            _EVENT_END,
-        )
+        return _counted(events, num_tokens)
+
+
+def _counted(events: bytes, num_tokens: int) -> bytes:
+    """Put the number of tokens into the last event."""
+    before = events.removesuffix(_EVENT_END)[:-1]
+    return b'%b,"isthmus":{"num_tokens":%d}}%b' % (before, num_tokens, _EVENT_END)
 
 
 @dataclass(slots=True)

@@ -72,10 +72,13 @@ class Attach(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_INCARNATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    READS_ROWS_FIELD_NUMBER: _builtins.int
     proto_min: _builtins.int
     proto_max: _builtins.int
     router_id: _builtins.str
     router_incarnation: _builtins.int
+    reads_rows: _builtins.bool
+    """WorkerFrame.rows may be sent"""
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]: ...
     def __init__(
@@ -86,10 +89,11 @@ class Attach(_message.Message):
         router_id: _builtins.str = ...,
         router_incarnation: _builtins.int = ...,
         resume: _abc.Iterable[Global___Resume] | None = ...,
+        reads_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proto_max", b"proto_max", "proto_min", b"proto_min", "resume", b"resume", "router_id", b"router_id", "router_incarnation", b"router_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proto_max", b"proto_max", "proto_min", b"proto_min", "reads_rows", b"reads_rows", "resume", b"resume", "router_id", b"router_id", "router_incarnation", b"router_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -384,8 +388,13 @@ class WorkerFrame(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     PONG_NS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     pong_ns: _builtins.int
+    rows: _builtins.bytes
+    """What most tokens are: one of choice 0, without logprobs. 20 bytes each, little-endian: request
+    (uint64), attempt, index and token id (uint32). A step is read in one pass and not as messages.
+    """
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """first frame of every Link"""
@@ -411,10 +420,11 @@ class WorkerFrame(_message.Message):
         done: _abc.Iterable[Global___Done] | None = ...,
         load: Global___Load | None = ...,
         pong_ns: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "load", b"load", "pong_ns", b"pong_ns", "refusals", b"refusals", "seq", b"seq", "tickets", b"tickets", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "load", b"load", "pong_ns", b"pong_ns", "refusals", b"refusals", "rows", b"rows", "seq", b"seq", "tickets", b"tickets", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

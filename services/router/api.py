@@ -12,12 +12,26 @@ import numpy.typing as npt
 from services.common.ids import RequestId
 from services.common.sampling import SamplingParams
 
+# Writes the text of one token; False when that is not possible now, and nothing was written.
+TextWriter = Callable[[str], bool]
+
 
 class OutputSink(Protocol):
     """Takes new output at once, where somebody can; see services.router.output_sink."""
 
     def push(self, output: ChoiceDelta) -> bool:
         """Take a delta; False leaves it to the iterator. Must not block."""
+        ...
+
+    def writer(self) -> TextWriter | None:
+        """Give what writes further text of the only choice, past `push`; None = not now.
+
+        Good until the next delta or end that is not written by it. Whoever writes has to `note`.
+        """
+        ...
+
+    def note(self, times: Sequence[float]) -> None:
+        """Hear when tokens were written by `writer`, one each."""
         ...
 
 

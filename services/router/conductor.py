@@ -13,6 +13,7 @@ from functools import partial
 from services.common.clock import Clock
 from services.common.errors import ERROR_TABLE, IsthmusError, RequestError
 from services.common.ids import Incarnation, WorkerId
+from services.common.token_rows import TOKEN_ROW
 from services.pb import common_pb2, worker_pb2
 from services.resilience.breaker import Outcome, outcome_of
 from services.resilience.retry_budget import RetryBudget
@@ -166,6 +167,7 @@ class Conductor:
         if request.is_settled:
             return
         request.is_settled = True
+        request.close_lane()
         self._stop_waiting(request, reason)
         progress = request.progress
         for leg in progress.legs_to_cancel():
@@ -295,6 +297,8 @@ class Conductor:
         worker_id = link.info.worker_id
         if frame.HasField("welcome"):
             self._look_again()
+        if frame.rows:
+            self._take_rows(link, frame.rows)
         if frame.tokens:
             self._take_tokens(link, frame.tokens)
         for ready in frame.tickets:
@@ -305,6 +309,25 @@ class Conductor:
             )
         for done in frame.done:
             self._apply(worker_id, done.request, done.attempt, partial(self._done, done))
+
+    def _take_rows(self, link: WorkerLink, rows: bytes) -> None:
+        """Take tokens that came as rows, each by the shortest way it can go."""
+        worker_id, now = link.info.worker_id, self._clock.now()
+        acks: dict[tuple[int, int], int] = {}
+        for number, attempt, index, token_id in TOKEN_ROW.iter_unpack(rows):
+            acks[(number, 0)] = index
+            request = self._open.get(number)
+            if request is None:
+                continue
+            lane = request.lane
+            try:
+                if lane is None or not lane.take(worker_id, attempt, index, token_id, now):
+                    leg = request.progress.open_leg(worker_id, attempt)
+                    if leg is not None:
+                        self._tokens(TokensIn(0, index, (token_id,)), request, leg, now)
+            except Exception as error:
+                self._fault(request, error)
+        link.ack(acks)
 
     def _take_tokens(self, link: WorkerLink, messages: Iterable[worker_pb2.Tokens]) -> None:
         """As _apply and _guard, without their partials: this happens for every token."""
@@ -339,9 +362,11 @@ class Conductor:
         leg = request.progress.open_leg(worker_id, attempt) if request is not None else None
         if request is None or leg is None:
             return
+        request.close_lane()
         self._guard(request, partial(handle, leg=leg))
 
     def _tokens(self, tokens: TokensIn, request: OpenRequest, leg: Leg, now: float) -> None:
+        request.close_lane()
         progress = request.progress
         if leg.kind == PREFILL and not leg.was_heard:
             self._first_heard(request, leg)
@@ -358,7 +383,9 @@ class Conductor:
         if marks.first_token is None:
             marks.first_token = now
         request.buffer.put(outputs)
-        if not isinstance(outputs[-1], ChoiceDelta):
+        if isinstance(outputs[-1], ChoiceDelta):
+            request.open_lane(leg)
+        else:
             self._end_if_over(request)
 
     def _ticket(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:
@@ -672,6 +699,8 @@ class Conductor:
 
     def resume_points(self, worker_id: WorkerId, incarnation: Incarnation) -> Sequence[ResumePoint]:
         """Return what is open at a worker and how far each choice has come."""
+        for request in self._open.values():
+            request.close_lane()
         return [
             ResumePoint(request.progress.number, leg.attempt, tuple(leg.next_index))
             for request in self._open.values()

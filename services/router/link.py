@@ -20,6 +20,7 @@ from services.common.address import split_host_port
 from services.common.clock import Clock
 from services.common.config import is_loopback
 from services.common.ids import Incarnation, WorkerId
+from services.common.token_rows import TOKEN_ROW
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
 from services.router.config import LinkConfig
@@ -320,6 +321,8 @@ class WorkerLink:
             self._heard()
             if frame.HasField("load"):
                 self._take_load(frame.load)
+            if len(frame.rows) % TOKEN_ROW.size:
+                raise LinkBroken("a frame with a part of a row")
             self._events.on_frame(self, frame)
 
     async def _write(self, call: LinkCall) -> None:
@@ -369,6 +372,7 @@ class WorkerLink:
                 proto_max=PROTO,
                 router_id=router_id,
                 router_incarnation=incarnation,
+                reads_rows=True,
                 resume=[
                     worker_pb2.Resume(request=p.request, attempt=p.attempt, next_index=p.next_index)
                     for p in points

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from services.common.errors import IsthmusError, RequestError
-from services.router.api import ChoiceDelta, OutputSink, RouterOutput
+from services.router.api import ChoiceDelta, OutputSink, RouterOutput, TextWriter
 
 JOIN_AFTER = 64  # outputs that wait: the client is late anyway, so further ones share a frame
 JOINED_TOKENS = 64  # in such a frame
@@ -42,7 +42,7 @@ class OutputBuffer:
         self._max_outputs = max_outputs
         self._max_bytes = max_bytes
         self._size_bytes = 0
-        self._sink = sink
+        self.sink = sink
         self._items: deque[RouterOutput] = deque()
         self._error: IsthmusError | None = None
         self._ready = asyncio.Event()
@@ -58,8 +58,8 @@ class OutputBuffer:
         Raises:
             RequestError: slow_reader, when the client lags too far behind.
         """
-        if self._sink is not None and not self._items:
-            items = _not_taken(items, self._sink)
+        if self.sink is not None and not self._items:
+            items = _not_taken(items, self.sink)
             if not items:
                 return
         if len(self._items) >= JOIN_AFTER:
@@ -76,6 +76,10 @@ class OutputBuffer:
         self._size_bytes = size_bytes
         self._items.extend(items)
         self._ready.set()
+
+    def writer(self) -> TextWriter | None:
+        """Give the sink's writer if nothing waits that it could overtake."""
+        return None if self.sink is None or self._items else self.sink.writer()
 
     def _joined(self, items: list[RouterOutput]) -> list[RouterOutput]:
         """Put what goes into the last outputs of the same choices; return the others in order."""

@@ -7,10 +7,10 @@ and in order; what it cannot take waits in the buffer for the task, as everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol
 
-from services.router.api import ChoiceDelta, OutputSink
+from services.router.api import ChoiceDelta, OutputSink, TextWriter
 
 
 class Door(Protocol):
@@ -18,6 +18,26 @@ class Door(Protocol):
 
     def write_now(self, output: ChoiceDelta) -> bool:
         """Write without waiting; False when that is not possible now, and nothing was written."""
+        ...
+
+    def writer(self) -> TextWriter | None:
+        """Give what writes plain text of the only choice; None before its first delta."""
+        ...
+
+    def note_written(self, num_tokens: int) -> None:
+        """Hear of tokens written that way."""
+        ...
+
+
+class Tap(Protocol):
+    """Hears of tokens that went through a sink."""
+
+    def note(self, output: ChoiceDelta) -> None:
+        """Hear of a delta."""
+        ...
+
+    def note_written(self, times: Sequence[float]) -> None:
+        """Hear when tokens were written, one each."""
         ...
 
 
@@ -36,17 +56,34 @@ class LiveSink:
         """Write it if the task has nothing in hand."""
         return self.is_open and self._door.write_now(output)
 
+    def writer(self) -> TextWriter | None:
+        """Give the door's writer if the task has nothing in hand."""
+        return self._door.writer() if self.is_open else None
+
+    def note(self, times: Sequence[float]) -> None:
+        """Tell the door."""
+        self._door.note_written(len(times))
+
 
 class TappedSink:
-    """Tells somebody of every delta that went through another sink."""
+    """Tells somebody of everything that went through another sink."""
 
-    def __init__(self, inner: OutputSink, note: Callable[[ChoiceDelta], None]) -> None:
+    def __init__(self, inner: OutputSink, tap: Tap) -> None:
         self._inner = inner
-        self._note = note
+        self._tap = tap
 
     def push(self, output: ChoiceDelta) -> bool:
         """Pass it on; note it if it was taken."""
         if not self._inner.push(output):
             return False
-        self._note(output)
+        self._tap.note(output)
         return True
+
+    def writer(self) -> TextWriter | None:
+        """Give the inner sink's."""
+        return self._inner.writer()
+
+    def note(self, times: Sequence[float]) -> None:
+        """Tell of them, here and further in."""
+        self._tap.note_written(times)
+        self._inner.note(times)

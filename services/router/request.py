@@ -7,7 +7,7 @@ worker made beyond a stop string or the limit is neither sent nor counted.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -60,15 +60,33 @@ class ChoiceSoFar:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PlainChoice:
+    """An only choice whose next tokens are text and nothing else, as long as each has a text."""
+
+    token_ids: array[int]  # forwarded; whoever forwards the next one adds it
+    end_index: int  # of the longest answer
+    text_of: Callable[[int], str | None]
+
+
 @dataclass(slots=True)
 class _Choice:
     index: int
     text: ChoiceText
     token_ids: array[int] = field(default_factory=lambda: array("I"))  # forwarded
-    next_index: int = 0  # first index not forwarded
-    num_tokens: int = 0  # billed
+    num_cut: int = 0  # of them: beyond a stop string, and not billed
     end_reason: str | None = None  # a worker said so; applies once nothing is missing
     is_over: bool = False
+
+    @property
+    def next_index(self) -> int:
+        """First index not forwarded."""
+        return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Billed."""
+        return len(self.token_ids) - self.num_cut
 
 
 class LogicalRequest:
@@ -135,6 +153,18 @@ class LogicalRequest:
     def has_all_ends(self) -> bool:
         """Whether a worker has ended every choice, even if tokens before the end are missing."""
         return all(choice.is_over or choice.end_reason is not None for choice in self._choices)
+
+    def plain(self) -> PlainChoice | None:
+        """Return the only choice if the next tokens of it need no look at anything but their text.
+
+        Good until another method changes anything.
+        """
+        if len(self._choices) != 1 or self._pending:
+            return None
+        (choice,) = self._choices
+        if choice.is_over or choice.end_reason is not None or not choice.text.is_plain:
+            return None
+        return PlainChoice(choice.token_ids, self._max_tokens, self._token_text.whole_text)
 
     # -- events ------------------------------------------------------------------------------
 
@@ -234,11 +264,10 @@ class LogicalRequest:
         if logprobs:
             shown = tuple([self._text_logprob(entry) for entry in logprobs[: len(counted)]])
         new = ChoiceDelta(choice.index, choice.next_index, counted, text, shown)
-        choice.next_index += len(run)
         choice.token_ids.extend(run)
+        choice.num_cut += len(run) - num_counted
         if self._pending:
             self._drop_pending(choice, choice.next_index)
-        choice.num_tokens += num_counted
         if stop is None:
             return [new]
         return [new, self._end(choice, "stop", stop)]

@@ -34,16 +34,16 @@ class Detokenizer:
     def __init__(self, text_model: SupportsTextBytes) -> None:
         self._text_model = text_model
         self._decoder = _Utf8Decoder(errors="replace")
-        self._is_within = False  # the bytes so far end within a character
+        self.is_within = False  # the bytes so far end within a character
 
     def push(self, token_id: int) -> str:
         """Add a token; give the characters it completes."""
-        if not self._is_within:
+        if not self.is_within:
             text = self._text_model.whole_text(token_id)
             if text is not None:
                 return text
         text = self._decoder.decode(self._text_model.text_bytes(token_id))
-        self._is_within = bool(self._decoder.getstate()[0])
+        self.is_within = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:

@@ -34,6 +34,11 @@ class ChoiceText:
         self._num_free = min_tokens
         self._is_stopped = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text of the next token goes out as it is, if it has one of its own."""
+        return not self._has_stop and not self._detokenizer.is_within
+
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add generated ids in order."""
         if not self._has_stop:

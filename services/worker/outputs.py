@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.common.ids import WorkerId
+from services.common.token_rows import TOKEN_ROW
 from services.engine.api import Refused, RequestKey, TokensOut
 from services.pb import common_pb2, worker_pb2
 from services.worker import convert
@@ -20,13 +21,25 @@ _PLANES = {
 
 
 def add_outputs(
-    frame: worker_pb2.WorkerFrame, items: Sequence[Outgoing], worker_id: WorkerId
+    frame: worker_pb2.WorkerFrame,
+    items: Sequence[Outgoing],
+    worker_id: WorkerId,
+    *,
+    with_rows: bool = False,
 ) -> None:
-    """Add outputs to a frame; `worker_id` is the sender's own name."""
+    """Add outputs to a frame; `worker_id` is the sender's own name.
+
+    `with_rows`: the router reads rows, so tokens that fit one need no message.
+    """
+    rows: list[bytes] = []
     for item in items:
         request, attempt = _request_of(item.key)
         if isinstance(item, TokensOut):
-            frame.tokens.append(convert.wire_tokens(item, request, attempt))
+            if with_rows and _fits_row(item):
+                (token_id,) = item.token_ids
+                rows.append(TOKEN_ROW.pack(request, attempt, item.first_index, token_id))
+            else:
+                frame.tokens.append(convert.wire_tokens(item, request, attempt))
         elif isinstance(item, TicketOut):
             frame.tickets.append(convert.wire_ticket(item.ticket, item.generated, request, attempt))
         elif isinstance(item, Refused):
@@ -34,6 +47,12 @@ def add_outputs(
         else:
             timing = _timing(item, worker_id)
             frame.done.append(convert.wire_done(item.done, request, attempt, timing))
+    if rows:
+        frame.rows = b"".join(rows)
+
+
+def _fits_row(item: TokensOut) -> bool:
+    return len(item.token_ids) == 1 and item.choice == 0 and not item.logprobs
 
 
 def _timing(item: DoneOut, worker_id: WorkerId) -> common_pb2.Timing:

@@ -112,7 +112,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._outboxes.add(outbox)
         reader = asyncio.create_task(self._read(request_iterator, session, outbox))
         try:
-            async for frame in self._frames(outbox, lost):
+            async for frame in self._frames(outbox, lost, with_rows=attach.reads_rows):
                 yield frame
         finally:
             self._outboxes.discard(outbox)
@@ -161,7 +161,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             outbox.close()
 
     async def _frames(
-        self, outbox: _Outbox, lost: Sequence[int]
+        self, outbox: _Outbox, lost: Sequence[int], *, with_rows: bool
     ) -> AsyncIterator[worker_pb2.WorkerFrame]:
         """Yield Welcome, then what is in the outbox: all that came meanwhile in one frame."""
         seq = 1
@@ -180,7 +180,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             is_ending = outbox.is_ending
             seq += 1
             frame = worker_pb2.WorkerFrame(seq=seq, pong_ns=outbox.take_pong())
-            add_outputs(frame, outbox.take(), self._shell.identity.worker_id)
+            worker_id = self._shell.identity.worker_id
+            add_outputs(frame, outbox.take(), worker_id, with_rows=with_rows)
             now = self._clock.now()
             if is_ending or now - load_sent >= LOAD_INTERVAL_S:
                 frame.load.CopyFrom(self._shell.load_message())

@@ -15,7 +15,7 @@ import redis
 from services.common.errors import RequestError
 from services.pb import common_pb2
 from services.registry.reader import ReaderConfig
-from services.router.api import ChoiceDelta
+from services.router.api import ChoiceDelta, ChoiceEnd
 from services.router.config import RouterConfig
 from tests.support.cluster import NS, Cluster, eventually, make_call, reference, running_cluster
 from tests.support.fake_worker import FakeWorker, Job, decode, run_job
@@ -115,6 +115,23 @@ async def test_tokens_are_acknowledged(store_url: str) -> None:
         await cluster.ask(make_call(max_tokens=6))
         await eventually(lambda: cluster["d0"].acks.get((1, 0)) == 5)
         assert cluster["p0"].acks[(1, 0)] == 0
+
+
+async def test_all_but_the_first_tokens_of_a_leg_go_the_short_way(store_url: str) -> None:
+    """The tokens a client gets in the moment they come are billed and reported like the others."""
+    async with running_cluster(store_url, [prefill(), decoder()]) as cluster:
+        call = make_call(max_tokens=40)
+        answer = await cluster.ask(call)
+        assert answer.tokens() == reference(call)
+        assert answer.end.completion_tokens == 40
+        assert answer.ends() == [ChoiceEnd(0, "length", None, 40)]
+        assert answer.num_short > 20
+        for special in ({"n": 2}, {"stop": ("never",)}, {"logprobs": True}):
+            call = make_call(max_tokens=40, **special)
+            answer = await cluster.ask(call)
+            assert answer.tokens() == reference(call)
+            assert answer.num_short == 0
+        cluster.assert_clean()
 
 
 async def test_n_choices_share_one_work_item(store_url: str) -> None:

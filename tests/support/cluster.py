@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,20 @@ from services.common.sampling import SamplingParams
 from services.kv.hashing import HASH_SCHEME
 from services.registry.reader import ReaderConfig, RedisRegistryReader
 from services.registry.store_client import StoreAddress
-from services.router.api import ChoiceDelta, ChoiceEnd, GenerateCall, RequestEnd, RouterOutput
+from services.router.api import (
+    ChoiceDelta,
+    ChoiceEnd,
+    GenerateCall,
+    RequestEnd,
+    RouterOutput,
+    TextWriter,
+)
 from services.router.config import RouterConfig
 from services.router.dispatch import Router
 from services.router.hooks import RouterHooks
+from services.router.output_sink import LiveSink
 from services.router.policy import PolicyConfig
 from tests.support.fake_worker import FakeWorker, expected_token
-from tests.support.outputs import collect
 
 NS = "cluster"
 NO_BYPASS = PolicyConfig(bypass_tokens=0)  # short prompts take the whole way
@@ -90,6 +96,7 @@ class Answer:
     """Everything a request gave."""
 
     outputs: list[RouterOutput]
+    num_short: int = 0  # tokens that went the short way
 
     def tokens(self, choice: int = 0) -> list[int]:
         """Token ids of a choice; checks that the indexes have neither gap nor repeat."""
@@ -124,6 +131,36 @@ def reference(call: GenerateCall, choice: int = 0) -> list[int]:
     return [expected_token(prompt, choice, i) for i in range(call.sampling.max_tokens)]
 
 
+class LiveDoor:
+    """A door that collects; every text is one of DigitText's."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RouterOutput] = []
+        self.num_short = 0
+        self._next_index = 0
+
+    def write_now(self, output: ChoiceDelta) -> bool:
+        """Take a delta."""
+        self.outputs.append(output)
+        return True
+
+    def writer(self) -> TextWriter | None:
+        """Say where the text goes on."""
+        last = next(o for o in reversed(self.outputs) if isinstance(o, ChoiceDelta))
+        self._next_index = last.first_index + len(last.token_ids)
+        return self._write
+
+    def _write(self, text: str) -> bool:
+        token_ids = (int(text.strip("<>")),)
+        self.outputs.append(ChoiceDelta(0, self._next_index, token_ids, text))
+        self._next_index += 1
+        return True
+
+    def note_written(self, num_tokens: int) -> None:
+        """Count what went the short way."""
+        self.num_short += num_tokens
+
+
 class Cluster:
     """Handle of a running test cluster."""
 
@@ -136,8 +173,17 @@ class Cluster:
         return self.workers[worker_id]
 
     async def ask(self, call: GenerateCall) -> Answer:
-        """Run a request to its end."""
-        return Answer(await collect(partial(self.router.generate, call)))
+        """Run a request to its end, as a door that writes tokens in the moment they come."""
+        door = LiveDoor()
+        sink = LiveSink(door)
+
+        async def write(outputs: Sequence[RouterOutput]) -> None:
+            sink.is_open = False
+            door.outputs.extend(outputs)
+            sink.is_open = True
+
+        await self.router.generate(replace(call, sink=sink), write)
+        return Answer(door.outputs, door.num_short)
 
     def state_of(self, worker_id: str) -> str:
         """State of a worker in the router's view."""

@@ -17,6 +17,7 @@ import grpc.aio
 
 from services.common.clock import SystemClock
 from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.common.token_rows import TOKEN_ROW
 from services.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.lease import WorkerLease
@@ -86,6 +87,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.can_offer = True  # False: a migration ends without a ticket
         self.acks: dict[tuple[int, int], int] = {}
         self.num_attaches = 0
+        self._reads_rows = False  # the router that attached last
         self.load = LoadReport(kv_free=1000, kv_total=1000)
         self.is_draining = False
         self.is_leaving = False  # streams end as those of a worker that stops, not as broken ones
@@ -195,6 +197,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         first = await anext(aiter(request_iterator))
         assert first.HasField("attach")
         self.num_attaches += 1
+        self._reads_rows = first.attach.reads_rows
         self._outbox = asyncio.Queue()  # an earlier Link's writer keeps its own
         lost = self._resume(first.attach)
         await self._awake.wait()
@@ -346,7 +349,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if job.work.sampling.logprobs:
             tokens.logprobs.extend(common_pb2.Logprob(token_id=i, logprob=-0.5) for i in ids)
         job.sent.append(tokens)
-        self.send(worker_pb2.WorkerFrame(tokens=[tokens]))
+        if self._reads_rows and count == 1 and choice == 0 and not tokens.logprobs:
+            row = TOKEN_ROW.pack(tokens.request, tokens.attempt, first, ids[0])
+            self.send(worker_pb2.WorkerFrame(rows=row))
+        else:
+            self.send(worker_pb2.WorkerFrame(tokens=[tokens]))
 
     def send_ticket(self, job: Job, generated: bytes = b"") -> None:
         """Send the ticket; with the tokens so far, the request migrates."""

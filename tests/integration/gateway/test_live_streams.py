@@ -46,6 +46,7 @@ class LiveRouter(FakeRouter):
     buffers: list[OutputBuffer] = field(default_factory=list)
     bursts: int = 1  # times the answer is given before its end
     num_live: int = 0  # deltas that no task was woken for
+    num_short: int = 0  # of them: written past everything but the door
     failure: str = ""  # how the last answer broke off
 
     async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
@@ -68,8 +69,13 @@ class LiveRouter(FakeRouter):
         deltas = [output for output in outputs if isinstance(output, ChoiceDelta)]
         try:
             for _ in range(self.bursts):
-                for delta in deltas:
-                    buffer.put([delta])
+                for index, delta in enumerate(deltas):
+                    write = buffer.writer() if index % 3 else None
+                    if write is None or not delta.text or not write(delta.text):
+                        buffer.put([delta])
+                    elif buffer.sink is not None:
+                        buffer.sink.note((0.0,))
+                        self.num_short += 1
                     self.num_live += not buffer._items
                     await asyncio.sleep(0)
             buffer.put([ChoiceEnd(0, "stop", None, 1), RequestEnd(1, 0, 1)])
@@ -101,6 +107,7 @@ async def test_events_written_at_once_are_whole_and_in_order(text_model: TextMod
             assert "".join(texts) == TEXT * 3
             assert len(texts) > 30
     assert router.num_live > 30
+    assert router.num_short > 20
 
 
 async def test_they_are_so_over_tls(text_model: TextModel, tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import RequestError
-from services.gateway.openai_output import AnswerFacts, BodyWriter, CountingWriter, StreamWriter
+from services.gateway.openai_output import (
+    AnswerFacts,
+    BodyWriter,
+    CountingWriter,
+    StreamWriter,
+    json_text,
+)
 from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, TextLogprob
 
 END = RequestEnd(3, 1, 2)
@@ -87,6 +93,29 @@ def test_counts_are_of_each_choice() -> None:
     counted = [(e["choices"][0]["index"], e["isthmus"]["num_tokens"]) for e in events_of(raw)[:2]]
     assert counted == [(1, 1), (0, 3)]
     assert events_of(raw)[-1]["isthmus"] == {"num_tokens": 0}
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+@pytest.mark.parametrize("with_timing", [True, False])
+def test_events_put_together_by_others_are_the_writers_own(
+    is_chat: bool, with_timing: bool
+) -> None:
+    facts = make_facts(is_chat=is_chat, with_timing=with_timing)
+    kind = CountingWriter if with_timing else StreamWriter
+    own, framed = kind(facts), kind(facts)
+    assert framed.frame_of(0) is None, "the first event of a chat is another"
+    assert own.delta(ChoiceDelta(0, 0, (1,), "a")) == framed.delta(ChoiceDelta(0, 0, (1,), "a"))
+
+    frame = framed.frame_of(0)
+    assert frame is not None
+    event = own.delta(ChoiceDelta(0, 1, (2,), 'b"\n'))
+    assert frame[0] + json_text('b"\n') + frame[1] == event
+    framed.note_written(0, 1)
+
+    for writer in (own, framed):  # one without text, which the next event tells of
+        assert writer.delta(ChoiceDelta(0, 2, (3,), "")) == b""
+    assert (framed.frame_of(0) is None) == with_timing
+    assert own.end(ChoiceEnd(0, "stop", None, 3)) == framed.end(ChoiceEnd(0, "stop", None, 3))
 
 
 def test_pending_text_makes_no_event() -> None:

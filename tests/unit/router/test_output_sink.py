@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from services.common.errors import RequestError
-from services.router.api import ChoiceDelta, ChoiceEnd
+from services.router.api import ChoiceDelta, ChoiceEnd, TextWriter
 from services.router.output_buffer import OutputBuffer
 from services.router.output_sink import LiveSink, TappedSink
 
@@ -19,12 +20,38 @@ class Writer:
     def __init__(self) -> None:
         self.written: list[int] = []
         self.lags = False
+        self.num_written = 0
 
     def write_now(self, output: ChoiceDelta) -> bool:
         if self.lags:
             return False
         self.written.append(output.first_index)
         return True
+
+    def writer(self) -> TextWriter | None:
+        return self.write_text if self.written else None
+
+    def note_written(self, num_tokens: int) -> None:
+        self.num_written += num_tokens
+
+    def write_text(self, text: str) -> bool:
+        if not self.lags:
+            self.written.append(len(self.written))
+        return not self.lags
+
+
+class Heard:
+    """What a tap was told."""
+
+    def __init__(self) -> None:
+        self.deltas: list[int] = []
+        self.times: list[float] = []
+
+    def note(self, output: ChoiceDelta) -> None:
+        self.deltas.append(output.first_index)
+
+    def note_written(self, times: Sequence[float]) -> None:
+        self.times += times
 
 
 def delta(index: int) -> ChoiceDelta:
@@ -76,13 +103,36 @@ def test_a_client_that_lags_is_cut_off_as_without_a_sink() -> None:
 
 
 def test_a_tap_hears_of_what_was_taken_only() -> None:
-    writer, heard = Writer(), list[int]()
+    writer, heard = Writer(), Heard()
     sink = LiveSink(writer)
-    tapped = TappedSink(sink, lambda output: heard.append(output.first_index))
+    tapped = TappedSink(sink, heard)
     assert not tapped.push(delta(0))
     sink.is_open = True
     assert tapped.push(delta(1))
-    assert heard == [1]
+    assert heard.deltas == [1]
+
+
+def test_what_is_written_past_a_sink_is_told_to_every_tap() -> None:
+    writer, inner, outer = Writer(), Heard(), Heard()
+    sink = TappedSink(TappedSink(LiveSink(writer), inner), outer)
+    sink.note((0.5, 0.75))
+    assert writer.num_written == 2
+    assert inner.times == outer.times == [0.5, 0.75]
+
+
+def test_a_sink_that_is_closed_or_that_something_waits_before_gives_no_writer() -> None:
+    writer = Writer()
+    sink = LiveSink(writer)
+    buffer = OutputBuffer(4, sink)
+    assert buffer.writer() is None
+    sink.is_open = True
+    assert buffer.writer() is None, "a first delta is not like the others"
+    buffer.put([delta(0)])
+    assert buffer.writer() is not None
+    writer.lags = True
+    buffer.put([delta(1)])
+    writer.lags = False
+    assert buffer.writer() is None
 
 
 @pytest.mark.parametrize("seed", range(20))

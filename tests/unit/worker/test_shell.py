@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.ids import BlockHash, BlockId, WorkerId
+from services.common.token_rows import TOKEN_ROW
 from services.engine.api import (
     BlocksReserved,
     BlocksSealed,
@@ -18,6 +19,7 @@ from services.engine.api import (
     PrefillFinished,
     ReceiveWanted,
     Refused,
+    TokenLogprobs,
     TokensOut,
     UnpinWanted,
     WorkKind,
@@ -312,6 +314,27 @@ async def test_encoded_frame_carries_ids_times_and_plane(rig: ShellRig) -> None:
     assert (tokens.first_index, tokens.token_ids) == (3, b"\x07\0\0\0\x08\0\0\0")
     [end] = frame.done
     assert (end.cached_tokens, end.timing.handoff_bytes, end.timing.decode_worker) == (16, 64, "w")
+
+
+async def test_tokens_that_need_no_message_go_as_rows_to_routers_that_read_them(
+    rig: ShellRig,
+) -> None:
+    key = rig.work(request=1 << 40, attempt=2)
+    single, logprobs = TokensOut(key, 0, 3, (7,)), (TokenLogprobs(7, -0.5, ()),)
+    others = [
+        TokensOut(key, 0, 4, (8, 9)),
+        TokensOut(key, 1, 3, (7,)),
+        TokensOut(key, 0, 6, (7,), logprobs),
+    ]
+    frame, old = worker_pb2.WorkerFrame(), worker_pb2.WorkerFrame()
+    add_outputs(frame, [single, *others, single], WorkerId("w"), with_rows=True)
+    add_outputs(old, [single, *others], WorkerId("w"))
+
+    row = (1 << 40, 2, 3, 7)
+    assert list(TOKEN_ROW.iter_unpack(frame.rows)) == [row, row]
+    assert [(t.choice, t.first_index) for t in frame.tokens] == [(0, 4), (1, 3), (0, 6)]
+    assert not old.rows
+    assert len(old.tokens) == 4
 
 
 async def test_refusals_hold_no_path_and_no_hash(rig: ShellRig) -> None:
