@@ -70,7 +70,9 @@ class Evidence:
 
 
 def check_run(evidence: Evidence) -> tuple[Check, ...]:
-    """Ask every question that this run can answer."""
+    """Ask every question that this run can answer; one that ended in its warm-up answers none."""
+    if evidence.window.length_s <= 0:
+        return ()
     checks = [_littles_law(evidence), _dispatch(evidence)]
     if any(sample.loop_lag_s is not None for sample in evidence.samples):
         checks.append(_loop_lag(evidence))

@@ -183,6 +183,11 @@ def test_an_interrupted_run_is_measured_as_far_as_it_went() -> None:
     assert result.rates["offered_rps"] == pytest.approx(10)
 
 
+def test_a_run_that_was_stopped_in_its_warm_up_has_no_figures() -> None:
+    result = _run([make_record(n, n / 10) for n in range(50)], duration_s=5.0)
+    assert (result.verdict, result.checks, result.rates) == ("FAILED", (), {})
+
+
 def test_nothing_measured_is_a_failure_and_no_number() -> None:
     result = _run([])
     assert (result.verdict, result.verdict_reason) == ("FAILED", "no request was measured")
