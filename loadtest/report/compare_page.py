@@ -117,7 +117,7 @@ def _differences(result: CompareResult) -> Markup:
     ]
     if not rows:
         return tag("p", "Scenario, target, machine and commit are the same.")
-    return parts.table("Not the same in A and B", ["", "A", "B"], rows)
+    return parts.cards(parts.table("Not the same in A and B", ["", "A", "B"], rows))
 
 
 def _facts(run: RunResult) -> dict[str, Cell]:

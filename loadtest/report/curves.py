@@ -7,8 +7,8 @@ from typing import Any
 
 from loadtest.plots import numbers
 from loadtest.plots.chart import Axis, LinePlot, Mark, Point, Series, line_plot
-from loadtest.plots.markup import Markup, join
-from loadtest.report.parts import as_yaml, fact, fact_table, facts_table, section, table
+from loadtest.plots.markup import Markup
+from loadtest.report.parts import as_yaml, cards, fact, fact_table, facts_table, section, table
 from loadtest.result import Distribution, RunResult, SearchResult
 
 CURVES = ("ttft_ms", "tpot_ms", "e2e_ms", "itl_ms")
@@ -86,9 +86,11 @@ def provenance(result: RunResult | SearchResult) -> Markup:
         origin |= {"raw file": result.raw_file, "SHA-256 of it": result.raw_sha256}
     return section(
         "What was run",
-        facts_table("Run", origin),
-        facts_table("Target", result.target),
-        facts_table("Machine of the client", result.machine),
+        cards(
+            facts_table("Run", origin),
+            facts_table("Target", result.target),
+            facts_table("Machine of the client", result.machine),
+        ),
         as_yaml("The whole scenario", result.scenario),
     )
 
@@ -109,7 +111,7 @@ def cost_section(cost: Mapping[str, Any] | None) -> Markup:
             ]
         else:
             rows.append((_cost_title(name), _cost(name, value)))
-    return section("Cost", join(fact_table("Cost of this run", rows), *tables))
+    return section("Cost", cards(fact_table("Cost of this run", rows), *tables))
 
 
 def _cost_table(name: str, entries: Sequence[Mapping[str, Any]]) -> Markup:

@@ -96,6 +96,11 @@ def plots(*figures: str) -> Markup:
     return tag("div", *figures, class_="plots") if any(figures) else Markup()
 
 
+def cards(*tables: str) -> Markup:
+    """Put small tables side by side where there is room."""
+    return tag("div", *tables, class_="cards") if any(tables) else Markup()
+
+
 def table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Make a table whose first column names its rows; none without rows.
 

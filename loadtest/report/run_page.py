@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from loadtest.plots import numbers
 from loadtest.plots.chart import Axis, Bar, BarPlot, LinePlot, Point, Series, bar_plot, line_plot
-from loadtest.plots.markup import Markup, join, tag
+from loadtest.plots.markup import Markup, tag
 from loadtest.report import parts
 from loadtest.report.curves import (
     CURVES,
@@ -24,7 +24,7 @@ from loadtest.result import Distribution, Group, RunResult, StageBand, TimelineP
 
 GOOD_VERDICTS = ("OK",)
 _BAD_VERDICTS = ("FAILED",)
-_GROUP_FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
+_GROUP_FIGURES = ("ttft_ms", "tpot_ms")
 
 
 def run_page(result: RunResult) -> str:
@@ -273,13 +273,13 @@ def _group_row(group: Group) -> list[str]:
 
 def _figures(result: RunResult) -> Markup:
     rows = figure_rows(result.figures)
-    return parts.section("What this scenario asks", parts.fact_table("Figures", rows))
+    return parts.section("What this scenario asks", parts.cards(parts.fact_table("Figures", rows)))
 
 
 def _outcomes(result: RunResult) -> Markup:
     counts = parts.facts_table("Requests", result.counts)
     errors = parts.table(
-        "Errors", ["code", "requests"], [(code, str(n)) for code, n in result.errors.items()]
+        "Errors", ["code", "requests"], [(code, f"{n:,}") for code, n in result.errors.items()]
     )
     rates = parts.facts_table("Rates", result.rates)
-    return parts.section("Outcomes", join(rates, counts, errors))
+    return parts.section("Outcomes", parts.cards(rates, counts, errors))

@@ -72,11 +72,13 @@ td.text{text-align:left;min-width:12rem}
 td.number{white-space:nowrap}
 tbody th{min-width:7rem;overflow-wrap:break-word}
 td .note,th .note{display:block;white-space:nowrap}
-.facts table{width:auto}.facts th{min-width:min(16rem,40vw)}
+.cards{display:flex;flex-wrap:wrap;gap:.75rem;align-items:flex-start;margin:.75rem 0}
+.cards .scroll{margin:0;max-width:100%}
+.facts table{width:auto;min-width:100%}.facts th{min-width:min(16rem,40vw)}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
 details{margin:.75rem 0}
 summary{cursor:pointer;padding:.2rem 0}
-ul.checks{list-style:none;margin:0;padding:0}
+ul.checks{list-style:none;margin:0;padding:.4rem 1rem}
 ul.checks li{padding:.3rem 0;display:flex;gap:.7rem;align-items:baseline}
 @media (max-width:38rem){svg text{font-size:14.5px}.tiles{grid-template-columns:1fr 1fr}
 .tile b{font-size:1.2rem}th,td{padding:.35rem .55rem}}
