@@ -24,9 +24,6 @@ _MARGIN_DEVIATIONS = 2.0
 _DRAIN_TAU_S = 3.0
 _DRAIN_PRIOR_S = 0.5
 _NO_WORKER_RETRY_S = 1.0
-# What has to wait for the loop until a request is sent: its bytes, before anything knows of them,
-# and the store's answer. From there on the learned ratio knows.
-LOOP_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,7 @@ class Conductor:
         now, is_waiting = self._clock.now(), request.wait_until is not None
         if not is_waiting:
             request.wait_until = now + self._config.wait_s
-        assert request.wait_until is not None
-        if now < request.wait_until and self._may_wait(request.progress):
+        if _goes_on_waiting(request, now, is_coming=self._cluster.is_anyone_coming()):
             if not is_waiting:
                 log.info("router.waits", request_id=request.progress.call.request_id)
                 self._waiting[request.progress.number] = request
@@ -212,10 +211,6 @@ class Conductor:
             return None
         return None if self._sender.take_back(progress) else failure
 
-    def _may_wait(self, progress: Progress) -> bool:
-        """Say whether waiting may help; what was under way waits even without a sign of it."""
-        return progress.num_losses > 0 or self._cluster.is_anyone_coming()
-
     def _stop_waiting(self, request: OpenRequest, outcome: str) -> None:
         marks = request.progress.marks
         if request.wait_until is not None and marks.sent is not None:
@@ -240,7 +235,9 @@ class Conductor:
         is_usable, is_coming = self._cluster.is_anyone_usable(), self._cluster.is_anyone_coming()
         now = self._clock.now()
         for request in list(self._waiting.values()):
-            if is_usable or not _goes_on_waiting(request, now, is_coming=is_coming):
+            # Who offers it takes it back though nobody else is sent to that worker any more.
+            is_offered = request.progress.offer() is not None
+            if is_usable or is_offered or not _goes_on_waiting(request, now, is_coming=is_coming):
                 self._guard(request, self.begin)
         self._look_later()
 
@@ -710,12 +707,9 @@ class Conductor:
 
 
 def _goes_on_waiting(request: OpenRequest, now: float, *, is_coming: bool) -> bool:
-    """Say whether a request waits on where no worker is usable."""
-    progress = request.progress
-    is_hopeful = is_coming or progress.num_losses > 0
-    is_in_time = request.wait_until is not None and now < request.wait_until
-    # Who offers it takes it back though nobody else is sent to that worker any more.
-    return is_hopeful and is_in_time and progress.offer() is None
+    """Say whether waiting may help; what was under way waits even without a sign of it."""
+    is_hopeful = is_coming or request.progress.num_losses > 0
+    return is_hopeful and request.wait_until is not None and now < request.wait_until
 
 
 def _movable_leg(

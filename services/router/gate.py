@@ -17,7 +17,6 @@ from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.resilience.fair_queue import FairQueue, Waiting
 from services.router.admission import (
-    LOOP_PASSES,
     REFUSE,
     START,
     Admission,
@@ -41,7 +40,7 @@ from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
 from services.router.policy import STAY, Decision, Links, PolicyConfig, choose, expected_tokens
-from services.router.view import SUSPECT, ClusterView
+from services.router.view import ClusterView
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -49,6 +48,9 @@ log = get_logger(__name__)
 LOOK_S = 0.01  # between two looks at the workers while something waits; they have more in hand
 _MAX_TENANTS = 1024  # whose waits are remembered
 _ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
+# What has to wait for the loop until a request is sent: its bytes, before anything knows of them,
+# and the store's answer. From there on the learned ratio knows.
+_LOOP_PASSES = 2
 _MESSAGES = {
     "ttft_slo": "the first token would come later than the request's or the policy's SLO",
     "tpot_slo": "tokens would come slower than the request's or the policy's SLO",
@@ -131,8 +133,8 @@ class Gate:
         around: Surroundings,
         clock: Clock,
         hooks: RouterHooks,
-        wait_s: float = 5.0,
-        lag_s: Callable[[], float] = lambda: 0.0,
+        wait_s: float,
+        lag_s: Callable[[], float],
     ) -> None:
         """Start with nothing waiting.
 
@@ -177,9 +179,7 @@ class Gate:
 
     # -- a request's way ---------------------------------------------------------------------
 
-    async def enter(
-        self, progress: Progress, hints: Callable[[], Mapping[WorkerId, int]] = dict
-    ) -> None:
+    async def enter(self, progress: Progress, hints: Callable[[], Mapping[WorkerId, int]]) -> None:
         """Return when the request may start.
 
         Args:
@@ -228,8 +228,8 @@ class Gate:
         """
         if call.force_mode is not None:
             return False
-        is_kept = self._by_waiting and any(w.state == SUSPECT for w in view.workers)
-        return bool(is_kept) or self._around.is_anyone_coming()
+        is_kept = bool(self._by_waiting) and view.has_suspect
+        return is_kept or self._around.is_anyone_coming()
 
     async def _wait_for_workers(self, progress: Progress, wish: Wish) -> None:
         longest = max(self._pools.values(), key=lambda pool: len(pool.queue), default=None)
@@ -390,7 +390,7 @@ class Gate:
         try:
             decision = self._choose(entry.progress, view)
         except RequestError as error:
-            if any(w.state == SUSPECT for w in view.workers):
+            if view.has_suspect:
                 self._keep(pool, error)
                 return False
             # Else no worker is left: who sends it says so.
@@ -453,7 +453,7 @@ class Gate:
         wait_s *= self._ratio.value
         if wait_s > self._config.worker_backlog_s:
             return False
-        if wait_s + self._lag_s() * LOOP_PASSES > wish.left_s:
+        if wait_s + self._lag_s() * _LOOP_PASSES > wish.left_s:
             return False
         entry = _Entry(progress, self._pool("prefill"), progress.facts.num_tokens)
         self._entries[progress.number] = entry
@@ -504,7 +504,7 @@ class Gate:
         return Standing(
             queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
             margin_s=pool.margin(call.tenant).value_s if ahead else 0.0,
-            router_s=self._lag_s() * LOOP_PASSES,
+            router_s=self._lag_s() * _LOOP_PASSES,
             worker_wait_s=backlog.worker_s * ratio,
             work_s=backlog.work_s * ratio,
             has_room=backlog.has_room,

@@ -82,6 +82,11 @@ class ClusterView:
         """Return one worker."""
         return next((w for w in self.workers if w.worker_id == worker_id), None)
 
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a worker may be back in a moment."""
+        return any(w.state == SUSPECT for w in self.workers)
+
     def why_unusable(self) -> str:
         """Say in words why workers are not used; empty when all are."""
         reasons = [f"{w.worker_id} is {w.state}: {w.reason}" for w in self.workers if w.reason]
@@ -111,11 +116,6 @@ def expected_identity(manifest: ModelManifest) -> dict[str, str]:
         "rope": manifest.rope,
         "hash_scheme": HASH_SCHEME,
     }
-
-
-def build_view(inputs: ViewInputs, now: float) -> ClusterView:
-    """Judge every worker that the store or a Link knows."""
-    return ViewMaker().build(inputs, now)
 
 
 class _Judged(NamedTuple):

@@ -23,6 +23,7 @@ from tests.support.cluster import DigitText, eventually, make_call
 from tests.unit.router.test_policy import make_worker
 
 CONFIG = AdmissionConfig()
+WAIT_S = 5.0
 FULL = LoadReport(queued_uncached_tokens=4000, rate_tok_s=1000.0, kv_free=100, kv_total=100)
 FREE = replace(FULL, queued_uncached_tokens=0)
 
@@ -51,8 +52,9 @@ class Rig:
         self.broken = Links()
         self.lag_s = 0.0
         self.gate = Gate(
-            config, PolicyConfig(), self, self.clock, self.heard, lag_s=lambda: self.lag_s
-        )
+            config, PolicyConfig(), self, self.clock, self.heard, wait_s=WAIT_S,
+            lag_s=lambda: self.lag_s,
+        )  # fmt: skip
         self.started: list[str] = []
         self._last_number = 0
         self.set_loads(FREE)
@@ -85,7 +87,7 @@ class Rig:
     async def run(self, progress: Progress) -> None:
         """A request until a worker has it; it is over when its client leaves."""
         try:
-            await self.gate.enter(progress)
+            await self.gate.enter(progress, dict)
             self.started.append(progress.call.request_id)
             self.gate.sent(progress)
             await asyncio.Event().wait()
@@ -164,7 +166,7 @@ async def test_what_was_let_go_counts_until_a_worker_has_it() -> None:
     """RB-058: a burst that comes before any load report does not all start at once."""
     rig = Rig()
     progresses = [rig.progress(f"r{i}") for i in range(15)]
-    waiters = [asyncio.create_task(rig.gate.enter(p)) for p in progresses]
+    waiters = [asyncio.create_task(rig.gate.enter(p, dict)) for p in progresses]
     for _ in range(3):
         await asyncio.sleep(0)
     assert sum(task.done() for task in waiters) == 11  # 100 tokens each, 1,024 and one more

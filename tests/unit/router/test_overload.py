@@ -126,7 +126,7 @@ class World:
         clock = VirtualClock(loop)
         self.gates = [
             Gate(config or AdmissionConfig(), PolicyConfig(), Seen(self, books), clock,
-                 RouterHooks())
+                 RouterHooks(), wait_s=5.0, lag_s=lambda: 0.0)
             for books in self.books
         ]  # fmt: skip
         self.ended: list[Ended] = []
@@ -175,7 +175,7 @@ class World:
             self._number, call, facts, (), LogicalRequest(call, DigitText()), Marks(now)
         )
         try:
-            await gate.enter(progress)
+            await gate.enter(progress, dict)
             sent = progress.marks.sent = self.loop.time()
             decision = choose(facts, Seen(self, books).view(), {}, PolicyConfig())
             progress.decision = decision

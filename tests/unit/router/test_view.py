@@ -14,7 +14,6 @@ from services.router.view import (
     ViewInputs,
     ViewMaker,
     WorkerView,
-    build_view,
     pair_mismatch,
 )
 from tests.support.registry import make_worker_info
@@ -47,7 +46,7 @@ def judge(
         booked={},
         expected={},
     )
-    (worker,) = build_view(replace(made, **inputs), now).workers
+    (worker,) = ViewMaker().build(replace(made, **inputs), now).workers
     return worker
 
 
@@ -137,10 +136,10 @@ def test_a_view_made_after_another_is_as_one_made_afresh(
         records={W0: record()}, records_at=NOW, links={W0: link()}, booked={}, expected={}
     )
     second, maker = replace(first, **change), ViewMaker()
-    assert maker.build(first, NOW) == build_view(first, NOW)
+    assert maker.build(first, NOW) == ViewMaker().build(first, NOW)
     assert maker.build(second, NOW + later_s).at == NOW + later_s
     again = maker.build(second, NOW + later_s).workers
-    fresh = build_view(second, NOW + later_s).workers
+    fresh = ViewMaker().build(second, NOW + later_s).workers
     ages = [0 if w.lease_left_ms is None else w.lease_left_ms for w in (*again, *fresh)]
     assert max(ages, default=0) - min(ages, default=0) < 20
     assert [replace(w, lease_left_ms=0) for w in again] == [
@@ -163,7 +162,7 @@ def test_why_unusable_speaks_of_the_first_few() -> None:
     records = {
         WorkerId(f"w{i}"): record(make_worker_info(f"w{i}"), lease_left_ms=0) for i in range(9)
     }
-    view = build_view(
+    view = ViewMaker().build(
         ViewInputs(records=records, records_at=NOW, links={}, booked={}, expected={}), NOW
     )
     assert view.why_unusable().count("is gone") == 4
