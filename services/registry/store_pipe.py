@@ -17,13 +17,14 @@ from redis.connection import SSLConnection, parse_url
 from redis.exceptions import ConnectionError as StoreConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from services.registry.scripts import Arg
+
 CONNECT_TIMEOUT_S = 1.0
 # A store that owes an answer for so long is frozen, or the connection leads nowhere any more.
 SILENT_S = 0.5
 MAX_UNANSWERED = 4096  # calls on their way; beyond, they would wait longer than anyone waits
 _DEFAULT_PORT = 6379
 
-Word = str | bytes | int | float
 _Packable = tuple[str | int | float | bytes | memoryview]  # hiredis means a tuple of any length
 # Any: answers are whatever the store says; who asked checks them.
 Answer = asyncio.Future[Any]
@@ -42,7 +43,7 @@ class StorePipe:
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
 
-    async def call(self, *words: Word) -> object:
+    async def call(self, *words: Arg) -> object:
         """Send one command and return its answer. Raises RedisError, OSError."""
         wire = self._wire
         if wire is None or not wire.is_usable():
@@ -117,7 +118,7 @@ class _Wire(asyncio.Protocol):
             return False
         return not self._unanswered or self._now() - self._waits_since < SILENT_S
 
-    def ask(self, words: tuple[Word, ...]) -> Answer:
+    def ask(self, words: tuple[Arg, ...]) -> Answer:
         """Send a command; the future gets the answer, or the error it is."""
         if self._transport is None or self._transport.is_closing():
             raise StoreConnectionError("the connection is closed")
