@@ -95,9 +95,6 @@ class Whereabouts:
     routed_locally: bool = False
 
 
-NOWHERE = Whereabouts()
-
-
 @dataclass(slots=True)
 class Marks:
     """Moments of one request on the router's clock, in seconds; None = did not happen."""
@@ -145,7 +142,7 @@ def attribute(
     ended: float,
     *,
     has_decode_report: bool,
-    where: Whereabouts = NOWHERE,
+    where: Whereabouts,
 ) -> RequestTiming:
     """Split the time from `received` to `ended` into stages.
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.router.api import RequestTiming
 from services.router.reports import RecentRequests, RequestReport, RunningRequest
-from services.router.timing import STAGES, Marks, StageTimes, attribute, ttft_stages
+from services.router.timing import STAGES, Marks, StageTimes, Whereabouts, attribute, ttft_stages
 
 
 def report(number: int, outcome: str = "ok", *, at: float = 0.0, **fields: object) -> RequestReport:
@@ -77,7 +77,7 @@ def test_stages_add_up_to_ttft_and_to_the_whole_whatever_workers_report(
     received, sent, first, shown = sorted(moments)
     marks = Marks(received, sent=sent, first_token=first, first_frame=shown)
     stages = StageTimes(queue_prefill_us=queue_us, prefill_us=prefill_us)
-    timing = attribute(marks, stages, shown + rest, has_decode_report=False)
+    timing = attribute(marks, stages, shown + rest, has_decode_report=False, where=Whereabouts())
     split = ttft_stages(marks, timing)
     assert sum(us for _, us in split) == timing.ttft_us
     assert all(us >= 0 for _, us in split)
@@ -86,5 +86,5 @@ def test_stages_add_up_to_ttft_and_to_the_whole_whatever_workers_report(
 
 def test_request_without_a_first_frame_has_no_stages_of_it() -> None:
     marks = Marks(0.0, sent=1.0)
-    timing = attribute(marks, StageTimes(), 2.0, has_decode_report=False)
+    timing = attribute(marks, StageTimes(), 2.0, has_decode_report=False, where=Whereabouts())
     assert ttft_stages(marks, timing) == ()
