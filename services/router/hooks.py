@@ -97,6 +97,13 @@ class _Watched:
     is_degraded: Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class _WatchedGate:
+    num_queued: Callable[[], int]
+    ttft_ratio: Callable[[], float]
+    lag_s: Callable[[], float]
+
+
 class MetricsHooks(RouterHooks):
     """Writes the catalogue's router metrics."""
 
@@ -111,7 +118,7 @@ class MetricsHooks(RouterHooks):
         ]
         # One for each model this process routes to.
         self._watched: list[_Watched] = []
-        self._gates: list[tuple[Callable[[], int], Callable[[], float], Callable[[], float]]] = []
+        self._gates: list[_WatchedGate] = []
 
     def admitted(self, call: GenerateCall, admission: Admission) -> None:
         """Count it by what was done and why."""
@@ -215,7 +222,7 @@ class MetricsHooks(RouterHooks):
     ) -> None:  # fmt: skip
         """Register the gauges: the sum of the queues, and what the worst off have."""
         gates = self._gates
-        gates.append((num_queued, ttft_ratio, lag_s))
-        self._metrics.watch(catalog.QUEUED, lambda: sum(queued() for queued, _, _ in gates))
-        self._metrics.watch(catalog.LOOP_LAG, lambda: max(lag() for _, _, lag in gates))
-        self._metrics.watch(catalog.TTFT_RATIO, lambda: max(ratio() for _, ratio, _ in gates))
+        gates.append(_WatchedGate(num_queued, ttft_ratio, lag_s))
+        self._metrics.watch(catalog.QUEUED, lambda: sum(gate.num_queued() for gate in gates))
+        self._metrics.watch(catalog.LOOP_LAG, lambda: max(gate.lag_s() for gate in gates))
+        self._metrics.watch(catalog.TTFT_RATIO, lambda: max(gate.ttft_ratio() for gate in gates))
