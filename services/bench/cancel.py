@@ -29,6 +29,7 @@ from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchFailed, BenchResult
 from services.common.progress import Progress, silent
 from services.common.quantile import nearest_rank
+from services.gateway.wire_names import FORCE_MODE
 from services.pb import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 CALL_TIMEOUT_S = 120.0
@@ -375,7 +376,7 @@ class _Client:
         )
         body.sampling.temperature = 0.0
         body.sampling.ignore_eos = True
-        metadata = (("x-isthmus-force-mode", mode),)
+        metadata = ((FORCE_MODE.name, mode),)
         return self._stub.Generate(body, timeout=CALL_TIMEOUT_S, metadata=metadata)
 
     def ttft_s(self, length: int) -> float:

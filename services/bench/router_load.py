@@ -22,11 +22,11 @@ import numpy as np
 import uvloop
 
 from services.common.address import split_host_port
+from services.gateway.wire_names import FORCE_MODE
 from services.pb import common_pb2, inference_pb2
 
 CALL_TIMEOUT_S = 300.0
 _METHOD = "/isthmus.v1.Inference/Generate"
-_MODE_HEADER = "x-isthmus-force-mode"
 _CHANNELS = 4
 _READ_BYTES = 1 << 16
 _CLIENT_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
@@ -106,7 +106,7 @@ class Load:
     def _headers(self) -> tuple[tuple[str, str], ...]:
         order = self._order
         key = (("authorization", f"Bearer {order.api_key}"),) if order.api_key else ()
-        return (*key, *(((_MODE_HEADER, order.mode),) if order.mode else ()))
+        return (*key, *(((FORCE_MODE.name, order.mode),) if order.mode else ()))
 
     # -- gRPC --------------------------------------------------------------------------------
 

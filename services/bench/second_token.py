@@ -25,6 +25,7 @@ import numpy as np
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchFailed, BenchResult
 from services.common.progress import Progress, silent
+from services.gateway.wire_names import FORCE_MODE
 from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 PROMPT_TOKENS = (512, 1024, 2048)
@@ -140,7 +141,7 @@ class _Client:
         )
         body.sampling.temperature = 0.0
         metadata = (
-            ("x-isthmus-force-mode", mode),
+            (FORCE_MODE.name, mode),
             ("traceparent", f"00-{trace_id}-{trace_id[:16]}-{int(is_traced):02x}"),
         )
         times: list[int] = []

@@ -24,6 +24,7 @@ import numpy as np
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchResult
 from services.common.progress import Progress, silent
+from services.gateway.wire_names import FORCE_MODE
 from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 MAX_TOKENS = 32
@@ -112,7 +113,7 @@ def _call(stub: inference_pb2_grpc.InferenceStub, prompt: bytes, mode: str) -> C
     ids: list[int] = []
     times: list[float] = []
     timing = common_pb2.Timing()
-    metadata = (("x-isthmus-force-mode", mode),)
+    metadata = ((FORCE_MODE.name, mode),)
     for frame in stub.Generate(body, timeout=CALL_TIMEOUT_S, metadata=metadata):
         if frame.num_tokens:
             ids.extend(np.frombuffer(frame.token_ids, dtype="<u4").tolist())

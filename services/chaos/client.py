@@ -10,6 +10,7 @@ import grpc.aio
 import numpy as np
 
 from services.common.errors import ERROR_TABLE
+from services.gateway.wire_names import FORCE_MODE
 from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
 
 _PLANES = {
@@ -69,7 +70,7 @@ async def call(
         heard: filled as frames come in, for who wants to look at a call it cancels.
     """
     heard, start = heard or Heard(), time.monotonic()
-    metadata = (("x-isthmus-force-mode", mode),) if mode else ()
+    metadata = ((FORCE_MODE.name, mode),) if mode else ()
     try:
         async for frame in stub.Generate(body, timeout=timeout_s, metadata=metadata):
             _take(heard, frame)

@@ -16,6 +16,7 @@ import numpy as np
 from services.chaos.client import Heard, StreamBroken
 from services.common.address import split_host_port
 from services.common.errors import ERROR_TABLE
+from services.gateway.wire_names import FORCE_MODE, IDEMPOTENCY_KEY, TIMEOUT, TIMING
 from services.pb import common_pb2, inference_pb2
 
 _MAX_LINE_BYTES = 1 << 20  # a whole answer with its logprobs is one line
@@ -77,10 +78,10 @@ def _request(
         "connection": "close",
         "content-type": "application/json",
         "content-length": str(len(content)),
-        "x-isthmus-timing": "1",
-        "x-isthmus-timeout-ms": str(body.timeout_ms),
-        "idempotency-key": body.idempotency_key,
-        "x-isthmus-force-mode": mode,
+        TIMING.name: "1",
+        TIMEOUT.name: str(body.timeout_ms),
+        IDEMPOTENCY_KEY.name: body.idempotency_key,
+        FORCE_MODE.name: mode,
     }
     lines = [f"{name}: {value}\r\n" for name, value in headers.items() if value]
     head = "POST /v1/completions HTTP/1.1\r\n" + "".join(lines) + "\r\n"
