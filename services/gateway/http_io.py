@@ -47,7 +47,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, timeout_s: f
     declared = headers.get("content-length", "")
     if declared.isdigit():
         check_body_size(int(declared[:20]), limit)
-    chunks: list[bytes] = []
+    pieces: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(timeout_s):
@@ -55,12 +55,12 @@ async def read_body(receive: Receive, headers: Headers, limit: int, timeout_s: f
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                chunk: bytes = message.get("body", b"")
-                size += len(chunk)
+                piece: bytes = message.get("body", b"")
+                size += len(piece)
                 check_body_size(size, limit)
-                chunks.append(chunk)
+                pieces.append(piece)
                 if not message.get("more_body", False):
-                    return b"".join(chunks)
+                    return b"".join(pieces)
     except TimeoutError:
         raise RequestError(
             "deadline_exceeded", f"the body did not arrive within {timeout_s:g} s"
