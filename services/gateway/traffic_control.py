@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from services.common.bounded_file import read_bounded
 from services.common.clock import Clock
 from services.common.errors import ConfigError
 from services.gateway.spec import GenerateSpec, TextInput, TokenInput
 from services.gateway.validate import Arrival
-from services.router.traffic import TrafficTable, parse_table
+from services.router.traffic import MAX_TEXT_BYTES, TrafficTable, parse_table
 from services.runtime.watched_file import WatchedFile
 
 _SETTING = "router.traffic_file"
@@ -28,10 +29,7 @@ class TrafficControl:
         """Read the file for the first time; raises ConfigError."""
         self._file: WatchedFile[TrafficTable] | None = None
         if file is not None:
-            try:
-                self._file = WatchedFile(_SETTING, (file,), lambda: _read(file), clock, poll_s)
-            except OSError as error:
-                raise ConfigError(f"{_SETTING}: {file} cannot be read ({error.strerror})") from None
+            self._file = WatchedFile(_SETTING, (file,), lambda: _read(file), clock, poll_s)
         self._own: TrafficTable | None = None
         self._file_version = 0
 
@@ -61,8 +59,9 @@ class TrafficControl:
 
 
 def _read(file: Path) -> TrafficTable:
+    data = read_bounded(_SETTING, file, MAX_TEXT_BYTES)
     try:
-        return parse_table(file.read_text(encoding="utf-8"), _SETTING)
+        return parse_table(data.decode("utf-8"), _SETTING)
     except UnicodeDecodeError:
         raise ConfigError(f"{_SETTING}: not UTF-8 text") from None
 
