@@ -81,6 +81,13 @@ def pools(**options: object) -> Sequence[FakeWorker]:
     return [prefill("p0", **options), prefill("p1", **options), decoder("d0"), decoder("d1")]
 
 
+async def until_busy(cluster: Cluster) -> tuple[FakeWorker, FakeWorker]:
+    """Wait until a prefill worker has work; give it and the other one."""
+    p0, p1 = cluster["p0"], cluster["p1"]
+    await eventually(lambda: p0.jobs or p1.jobs, 15.0)
+    return (p0, p1) if p0.jobs else (p1, p0)
+
+
 @pytest.mark.parametrize("mode", ["REMOTE", "LOCAL", "STAY"])
 async def test_in_every_mode(store_url: str, mode: str) -> None:
     async with running_cluster(store_url, [prefill("p0", script=slowly), decoder("d0")]) as cluster:
@@ -120,9 +127,7 @@ async def test_after_the_death_of_a_worker(store_url: str) -> None:
     async with running_cluster(store_url, pools(script=never)) as cluster:
         watch = Watch(cluster)
         task = asyncio.create_task(watch.explained(make_call(timeout_s=60.0)))
-        pair = (cluster["p0"], cluster["p1"])
-        await eventually(lambda: any(worker.jobs for worker in pair), 15.0)
-        dead, other = pair if pair[0].jobs else pair[::-1]
+        dead, other = await until_busy(cluster)
         other.script = slowly
         await dead.kill()
         report, stages = await task
@@ -135,13 +140,11 @@ async def test_with_a_second_prefill(store_url: str) -> None:
         watch = Watch(cluster)
         for seed in range(6):
             await watch.explained(make_call(prompt=[seed + 1] * 30))
-        pair = (cluster["p0"], cluster["p1"])
-        for worker in pair:
+        for worker in (cluster["p0"], cluster["p1"]):
             worker.jobs.clear()
             worker.script = never
         task = asyncio.create_task(watch.explained(make_call(prompt=[77] * 30, timeout_s=60.0)))
-        await eventually(lambda: any(worker.jobs for worker in pair), 15.0)
-        first, second = pair if pair[0].jobs else pair[::-1]
+        first, second = await until_busy(cluster)
         second.script = slowly
         report, _ = await task
         assert first.jobs

@@ -52,6 +52,19 @@ class Doors:
     def stub(self) -> inference_pb2_grpc.InferenceAsyncStub:
         return inference_pb2_grpc.InferenceStub(self.channel)
 
+    async def raw_answer(self, sent: bytes, *, half_close: bool = False) -> bytes:
+        """Send bytes over HTTP; give everything until the server closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.http_port)
+        try:
+            writer.write(sent)
+            if half_close:
+                writer.write_eof()
+            return await asyncio.wait_for(reader.read(), 20)
+        except ConnectionError:
+            return b""  # it was closed before all was sent
+        finally:
+            writer.close()
+
 
 @contextlib.asynccontextmanager
 async def open_doors(

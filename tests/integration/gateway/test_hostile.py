@@ -53,20 +53,6 @@ def post(head: bytes = b"", body: bytes = BODY, length: bytes = LENGTH) -> bytes
     return start + length + head + b"\r\n" + body
 
 
-async def answer_to(doors: Doors, sent: bytes, *, half_close: bool = False) -> bytes:
-    """Send bytes; give everything until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", doors.http_port)
-    try:
-        writer.write(sent)
-        if half_close:
-            writer.write_eof()
-        return await asyncio.wait_for(reader.read(), 20)
-    except ConnectionError:
-        return b""  # it was closed before all was sent
-    finally:
-        writer.close()
-
-
 async def serves(doors: Doors) -> None:
     answer = await doors.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1})
     assert answer.status_code == 200
@@ -112,7 +98,7 @@ REQUESTS: dict[str, tuple[bytes, int, bytes]] = {
 @pytest.mark.asyncio(loop_scope="module")
 async def test_odd_requests_get_a_clear_answer(doors: Doors, name: str) -> None:
     sent, status, holds = REQUESTS[name]
-    answer = await answer_to(doors, sent)
+    answer = await doors.raw_answer(sent)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:300]
     assert holds in answer
     await serves(doors)
@@ -135,7 +121,7 @@ async def test_any_damage_to_a_request_is_answered_or_ends_it(
     sent = post()
     for at, length, replacement in cuts:
         sent = sent[:at] + replacement + sent[at + length :]
-    answer = await answer_to(doors, sent, half_close=True)
+    answer = await doors.raw_answer(sent, half_close=True)
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert b"Traceback" not in answer
     assert b" 500 " not in answer[:20]
@@ -145,8 +131,8 @@ async def test_any_damage_to_a_request_is_answered_or_ends_it(
 async def test_a_client_that_shuts_its_side_is_gone(doors: Doors) -> None:
     doors.router.gate = asyncio.Event()
     try:
-        assert await answer_to(doors, post(), half_close=True) == b""
-        assert await answer_to(doors, post()[:-5], half_close=True) == b""
+        assert await doors.raw_answer(post(), half_close=True) == b""
+        assert await doors.raw_answer(post()[:-5], half_close=True) == b""
         await wait_until(lambda: doors.router.num_open == 0, 20.0)
     finally:
         doors.router.gate = None
@@ -158,7 +144,7 @@ async def test_slow_heads_and_bodies_hold_nobody_up(text_model: TextModel) -> No
     config = GatewayConfig(http_head_timeout_s=3.0, http_body_timeout_s=3.0)
     async with open_doors(text_model, config) as doors:
         starts = [b"", b"POST /v1/comp", post()[:60], post()[:-5]] * 10
-        slow = [asyncio.create_task(answer_to(doors, start)) for start in starts]
+        slow = [asyncio.create_task(doors.raw_answer(start)) for start in starts]
         await serves(doors)
         answers = await asyncio.gather(*slow)
         assert {answer[:12] for answer in answers} == {b"", b"HTTP/1.1 504"}

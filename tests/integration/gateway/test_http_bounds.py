@@ -20,24 +20,14 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return toy_text_model(tmp_path_factory.mktemp("toy"))
 
 
-async def answer_to(doors: Doors, sent: bytes) -> bytes:
-    """Send bytes; give everything until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", doors.http_port)
-    writer.write(sent)
-    try:
-        return await asyncio.wait_for(reader.read(), 5)
-    finally:
-        writer.close()
-
-
 def error_of(answer: bytes) -> str:
     return str(json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"])
 
 
 async def test_slow_heads_are_closed(text_model: TextModel) -> None:
     async with open_doors(text_model, GatewayConfig(http_head_timeout_s=0.1)) as doors:
-        assert await answer_to(doors, b"") == b""
-        assert await answer_to(doors, b"GET /health HTTP/1.1\r\nhost:") == b""
+        assert await doors.raw_answer(b"") == b""
+        assert await doors.raw_answer(b"GET /health HTTP/1.1\r\nhost:") == b""
         # Another request on a connection that was served has its own time.
         reader, writer = await asyncio.open_connection("127.0.0.1", doors.http_port)
         for _ in range(2):
@@ -59,7 +49,7 @@ async def test_slow_heads_are_closed(text_model: TextModel) -> None:
 async def test_large_heads_are_refused(text_model: TextModel, sent: bytes) -> None:
     """However many packets they come in."""
     async with open_doors(text_model, GatewayConfig(max_http_head_bytes=2000)) as doors:
-        answer = await answer_to(doors, sent)
+        answer = await doors.raw_answer(sent)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert error_of(answer) == "body_too_large"
 
@@ -67,7 +57,7 @@ async def test_large_heads_are_refused(text_model: TextModel, sent: bytes) -> No
 async def test_bytes_that_are_not_http_get_an_error_object(text_model: TextModel) -> None:
     async with open_doors(text_model) as doors:
         for sent in (b"\x16\x03\x01\x02\x00\x01\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
-            answer = await answer_to(doors, sent)
+            answer = await doors.raw_answer(sent)
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert error_of(answer) == "invalid_argument"
 
@@ -76,7 +66,7 @@ async def test_connections_over_the_limit_are_refused(text_model: TextModel) -> 
     async with open_doors(text_model, GatewayConfig(max_http_connections=2)) as doors:
         held = [await asyncio.open_connection("127.0.0.1", doors.http_port) for _ in range(2)]
         await asyncio.sleep(0.05)
-        answer = await answer_to(doors, b"")
+        answer = await doors.raw_answer(b"")
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert error_of(answer) == "overloaded"
         for _, writer in held:
