@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ SEED = 11
 NUM_BODIES = 40
 DEADLINE_LATE_S = 5.0  # a second where the machine has nothing else to do
 DEADLINE_S = 20.0
+NUM_HURRIED = 150
 ANY_MODE = ("", "REMOTE", "REMOTE")
 
 
@@ -191,20 +193,24 @@ async def test_clients_that_vanish_leave_nothing_behind(
 
 async def test_deadlines_end_requests(cluster: LocalCluster, bodies: list[Body]) -> None:
     """RB-091: from too short to begin to long enough to end, in one flood."""
-    rng = random.Random(SEED)
+    rng, codes = random.Random(SEED), Counter[str]()
 
     async def one(stub: inference_pb2_grpc.InferenceAsyncStub, body: Body, timeout_ms: int) -> None:
         hurried = Body()
         hurried.CopyFrom(body)
         hurried.timeout_ms = timeout_ms
         heard = await call(stub, hurried, timeout_s=DEADLINE_S)
-        assert heard.code in ("", "deadline_exceeded", "overloaded")  # refused: it would be late
+        codes[heard.code] += 1
         assert heard.took_s < timeout_ms / 1000 + DEADLINE_LATE_S
 
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        hurried = (one(stub, rng.choice(bodies), rng.randrange(1, 301)) for _ in range(150))
+        hurried = (one(stub, rng.choice(bodies), rng.randrange(1, 301)) for _ in range(NUM_HURRIED))
         await asyncio.gather(*hurried)
+    assert set(codes) <= {"", "deadline_exceeded", "overloaded"}
+    # Refused is what would be late, on a busy machine up to half of them. A cluster that refused
+    # everybody would prove nothing.
+    assert codes["overloaded"] <= NUM_HURRIED * 3 // 4
     await asyncio.to_thread(cluster.assert_no_blocks_in_use)
 
 
