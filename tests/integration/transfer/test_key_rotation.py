@@ -96,7 +96,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
     def config(i: int) -> TransferConfig:
         planes = with_planes(CALM, request.param)
-        return replace(planes, curve_key_file=str(files[i]), lease_s=4.0)
+        # Longer than a busy machine stops a thread for, and what a lost DONE costs the test.
+        return replace(planes, curve_key_file=str(files[i]), lease_s=10.0)
 
     prefills = [make_prefill(tmp_path, config(i), 128, worker_id=f"prefill-{i}") for i in range(2)]
     decodes = [make_decode(config(2 + i), worker_id=f"decode-{i}") for i in range(2)]
