@@ -19,6 +19,7 @@ FORBIDDEN = -1.0  # link time of a pair that must not exchange KV
 MAX_ROWS = 64  # above this only the promising workers are priced
 SHORTLIST = 8  # of each role: so many by hit, and so many by load
 MAX_OPTIONS = 8  # told with a decision
+NOBODY = -1  # no slot: of pairs without a link of their own
 MIN_RATE_TOK_S = 1.0  # a lower rate is taken as not measured: it would make every cost infinite
 
 Pairs = Mapping[tuple[int, int], float]  # (prefill slot, decode slot) -> seconds a token
@@ -149,6 +150,14 @@ class _Priced:
         return self.row.candidate.slot
 
 
+class _Partner(NamedTuple):  # ordered: the least is the best
+    is_full: bool
+    seconds: float
+    slot: int
+    link_s: float
+    decode_s: float
+
+
 @dataclass(slots=True)
 class _Pricing:
     weights: Weights
@@ -245,7 +254,13 @@ def _options(pricing: _Pricing) -> tuple[list[Option], bool]:
     ask = pricing.ask
     if ask.force == DECODE:
         return [o for d in pricing.decode if (o := _take_over(pricing, d)) is not None], False
-    remote = [o for p in pricing.prefill if (o := _remote(pricing, p)) is not None]
+    usual = _partner(pricing, NOBODY) if pricing.prefill else None
+    own = {prefill_slot for prefill_slot, _ in pricing.pairs}
+    remote = []
+    for p in pricing.prefill:
+        partner = _partner(pricing, p.slot) if p.slot in own else usual
+        if partner is not None:
+            remote.append(_remote(pricing, p, partner))
     can_remote = bool(remote)
     options = remote if ask.force in (0, REMOTE) else []
     if ask.force in (0, LOCAL):
@@ -274,23 +289,23 @@ def _held(ask: Ask, decode: _Priced) -> float:
     return min(decode.row.hint_tokens, ask.num_tokens)
 
 
-def _remote(pricing: _Pricing, prefill: _Priced) -> Option | None:
-    best: tuple[bool, float, int] | None = None
-    best_link = best_decode = 0.0
+def _partner(pricing: _Pricing, prefill_slot: int) -> _Partner | None:
+    """Choose who would decode what this worker prefills."""
+    best: _Partner | None = None
     for decode in pricing.decode:
-        link_s = _link_s(pricing, prefill.slot, decode)
+        link_s = _link_s(pricing, prefill_slot, decode)
         if link_s is None:
             continue
         decode_s = pricing.ask.decode_tokens * decode.tbt_s
-        key = (not decode.fits, link_s + decode_s, decode.slot)
-        if best is None or key < best:
-            best, best_link, best_decode = key, link_s, decode_s
-    if best is None:
-        return None
-    handoff_s = pricing.weights.handoff_s + best_link
-    return _option(
-        pricing, REMOTE, prefill, (handoff_s, best_decode, 0.0), fits=not best[0], partner=best[2]
-    )
+        found = _Partner(not decode.fits, link_s + decode_s, decode.slot, link_s, decode_s)
+        if best is None or found < best:
+            best = found
+    return best
+
+
+def _remote(pricing: _Pricing, prefill: _Priced, partner: _Partner) -> Option:
+    parts = (pricing.weights.handoff_s + partner.link_s, partner.decode_s, 0.0)
+    return _option(pricing, REMOTE, prefill, parts, fits=not partner.is_full, partner=partner.slot)
 
 
 def _local(pricing: _Pricing, decode: _Priced) -> Option:

@@ -6,6 +6,7 @@ which is younger than SETTLE_MS or waits for the next report: no list, whatever 
 
 from __future__ import annotations
 
+import heapq
 import struct
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class _Held:
     prefill: int
     resident: int
     expiry_ms: float
+    due_ms: float  # when it is looked at: an expiry it had
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Reservations:
     reserve_ms: int = RESERVE_MS
     _accounts: dict[int, _Account] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
+    _due: list[tuple[float, bytes, str]] = field(default_factory=list)  # a heap; some are void
 
     def booked(self, owner: Owner) -> Booked:
         """Return what one life of a slot has coming."""
@@ -72,9 +75,9 @@ class Reservations:
         account.prefill = min(0xFFFFFFFF, account.prefill + prefill_tokens)
         account.resident = min(0xFFFFFFFF, account.resident + resident_tokens)
         account.newest_ms = now_ms
-        self._held[rid] = _Held(
-            owner, account.epoch, prefill_tokens, resident_tokens, now_ms + self.reserve_ms
-        )
+        until = now_ms + self.reserve_ms
+        self._held[rid] = _Held(owner, account.epoch, prefill_tokens, resident_tokens, until, until)
+        heapq.heappush(self._due, (until, _order(owner, rid), rid))
 
     def release(self, rid: str) -> Owner | None:
         """End a reservation; return whose it was, None when it is not known."""
@@ -118,13 +121,18 @@ class Reservations:
 
     def sweep(self, now_ms: float) -> None:
         """End some reservations nobody released."""
-        due = [
-            (held.expiry_ms, struct.pack("<HH", *held.owner) + rid.encode(), rid)
-            for rid, held in self._held.items()
-            if held.expiry_ms <= now_ms
-        ]
-        for _, _, rid in sorted(due)[:SWEEP_RESERVATIONS]:
-            held = self._held.pop(rid)
+        num_ended = 0
+        while self._due and self._due[0][0] <= now_ms and num_ended < SWEEP_RESERVATIONS:
+            due_ms, order, rid = heapq.heappop(self._due)
+            held = self._held.get(rid)
+            if held is None or held.due_ms != due_ms:
+                continue  # released since, and perhaps reserved anew
+            if held.expiry_ms > due_ms:
+                held.due_ms = held.expiry_ms
+                heapq.heappush(self._due, (held.due_ms, order, rid))
+                continue
+            del self._held[rid]
+            num_ended += 1
             account = self._accounts.get(held.owner[0])
             if account is not None and account.gen == held.owner[1]:
                 account.in_flight = max(0, account.in_flight - 1)
@@ -133,7 +141,13 @@ class Reservations:
         """Forget everything."""
         self._accounts.clear()
         self._held.clear()
+        self._due.clear()
 
     def __len__(self) -> int:
         """Return the number of open reservations."""
         return len(self._held)
+
+
+def _order(owner: Owner, rid: str) -> bytes:
+    """Return how the store orders reservations that expire at one moment."""
+    return struct.pack("<HH", *owner) + rid.encode()

@@ -70,6 +70,12 @@ class Speculation(Generic[O]):
         if not owners:
             del self._fields[name]
 
+    def drop_all(self, names: Sequence[bytes], owner: O) -> None:
+        """Forget one owner of many fields, few of which are kept."""
+        for name in names:
+            if name in self._fields:
+                self.drop(name, owner)
+
     def strides(
         self,
         fields: Sequence[bytes],

@@ -65,7 +65,8 @@ class RegistryTwin:
     info_version: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _names: dict[WorkerId, int] = field(default_factory=dict)
-    _hints: dict[bytes, list[Tagged]] = field(default_factory=dict)
+    # Owners of a field; fields that share them hold one and the same tuple.
+    _hints: dict[bytes, tuple[Tagged, ...]] = field(default_factory=dict)
     reservations: Reservations = field(default_factory=Reservations)
     speculation: Speculation[Owner] = field(default_factory=Speculation)
     _turn_until: float = 0
@@ -151,11 +152,11 @@ class RegistryTwin:
         self.reservations.settle(owner, now_ms)
         if is_again:
             return "OK"
-        valid, mine = self._valid(now_ms), (slot | change.tier << _TIER_SHIFT, gen)
+        mine = (slot | change.tier << _TIER_SHIFT, gen)
         for hashes, is_add in ((change.removed, False), (change.added, True)):
-            for field_name in field_names(hashes):
-                self.speculation.drop(field_name, owner)
-                self._edit(field_name, mine, valid, is_add=is_add)
+            names = field_names(hashes)
+            self.speculation.drop_all(names, owner)
+            self._edit(names, mine, now_ms, is_add=is_add)
         return "OK"
 
     def route(
@@ -178,8 +179,8 @@ class RegistryTwin:
             return
         for name in unpack_fields(lies):
             self.speculation.drop(name, owner)
-            kept = [o for o in self._hints.get(name, ()) if (o[0] & _SLOT_MASK, o[1]) != owner]
-            self._store(name, kept)
+            held = self._hints.get(name, ())
+            self._store(name, tuple(o for o in held if (o[0] & _SLOT_MASK, o[1]) != owner))
 
     def snapshot(self, now_ms: int) -> tuple[WorkerRecord, ...]:
         """Return all workers, expired ones included."""
@@ -272,40 +273,49 @@ class RegistryTwin:
         self._sweep_until = self._cursor + NUM_BUCKETS
         self.info_version += 1
 
-    def _valid(self, now_ms: int) -> set[Owner]:
-        return {
-            (slot, held.gen)
-            for slot, held in self._slots.items()
-            if held.state and held.deadline_ms + self.reclaim_ms >= now_ms
-        }
+    def _is_valid(self, tagged: Tagged, now_ms: int) -> bool:
+        held = self._slots.get(tagged[0] & _SLOT_MASK)
+        return (
+            held is not None
+            and held.gen == tagged[1]
+            and held.state != ""
+            and held.deadline_ms + self.reclaim_ms >= now_ms
+        )
 
     def _sweep(self, now_ms: int) -> None:
         for held in self._slots.values():
             if held.state and held.deadline_ms + self.reclaim_ms < now_ms:
                 self._bury(held)
-        valid = self._valid(now_ms)
         stop = max(self._cursor, min(self._cursor + self.sweep_buckets, self._sweep_until))
         swept = {i % NUM_BUCKETS for i in range(self._cursor, stop)}
         self._cursor = stop
         for field_name in [f for f in self._hints if bucket_of(f) in swept]:
-            kept = [o for o in self._hints[field_name] if (o[0] & _SLOT_MASK, o[1]) in valid]
-            self._store(field_name, kept)
+            self._store(
+                field_name, tuple(o for o in self._hints[field_name] if self._is_valid(o, now_ms))
+            )
 
-    def _edit(self, field_name: bytes, mine: Tagged, valid: set[Owner], *, is_add: bool) -> None:
-        if is_add and field_name not in self._hints:
-            self._hints[field_name] = [mine]
-            return
+    def _edit(self, names: Sequence[bytes], mine: Tagged, now_ms: int, *, is_add: bool) -> None:
+        """Add or remove one owner of many fields: neighbours in a prompt mostly share theirs."""
+        hints = self._hints
+        was: tuple[Tagged, ...] | None = None
+        becomes: tuple[Tagged, ...] = ()
+        for name in names:
+            owners = hints.get(name, ())
+            if owners is not was:
+                was, becomes = owners, self._edited(owners, mine, now_ms, is_add=is_add)
+            if becomes:
+                hints[name] = becomes
+            elif owners:
+                del hints[name]
+
+    def _edited(
+        self, owners: tuple[Tagged, ...], mine: Tagged, now_ms: int, *, is_add: bool
+    ) -> tuple[Tagged, ...]:
         slot = mine[0] & _SLOT_MASK
-        kept = [
-            (tagged, gen)
-            for tagged, gen in self._hints.get(field_name, ())
-            if (tagged & _SLOT_MASK, gen) in valid and tagged & _SLOT_MASK != slot
-        ]
-        if is_add and len(kept) < MAX_OWNERS:
-            kept.append(mine)
-        self._store(field_name, kept)
+        kept = tuple(o for o in owners if o[0] & _SLOT_MASK != slot and self._is_valid(o, now_ms))
+        return (*kept, mine) if is_add and len(kept) < MAX_OWNERS else kept
 
-    def _store(self, field_name: bytes, owners: list[Tagged]) -> None:
+    def _store(self, field_name: bytes, owners: tuple[Tagged, ...]) -> None:
         if owners:
             self._hints[field_name] = owners
         else:

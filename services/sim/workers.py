@@ -10,6 +10,7 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 from services.common.decayed import Ewma
 from services.common.ids import BlockHash
@@ -258,6 +259,5 @@ class Worker:
         return HintChange(self._names(added), self._names(evicted))
 
     def _names(self, units: list[tuple[int, int]]) -> tuple[BlockHash, ...]:
-        return tuple(
-            name for unit, filled in units for name in self.workload.filled_names(unit, filled)
-        )
+        names = self.workload.filled_names
+        return tuple(chain.from_iterable(names(unit, filled) for unit, filled in units))

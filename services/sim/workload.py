@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from services.common.ids import BlockHash
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
-from services.registry.schema import HASH_FIELD_BYTES
+from services.registry.schema import HASH_FIELD_BYTES, unpack_fields
 
 STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
 MAX_UNIT_TOKENS = 512  # one digest names all strides of a unit
@@ -33,6 +33,9 @@ class Workload:
     unit_tokens: int
     arrivals: tuple[Arrival, ...]
     _names: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
+    _hashes: dict[int, tuple[BlockHash, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.unit_tokens % STRIDE_TOKENS or not 0 < self.unit_tokens <= MAX_UNIT_TOKENS:
@@ -54,11 +57,11 @@ class Workload:
 
     def filled_names(self, unit: int, num_tokens: int) -> tuple[BlockHash, ...]:
         """Return the hint fields of the whole strides among the first tokens of a unit."""
-        names = self.unit_names(unit)
-        last = num_tokens // STRIDE_TOKENS * HASH_FIELD_BYTES
-        return tuple(
-            BlockHash(names[i : i + HASH_FIELD_BYTES]) for i in range(0, last, HASH_FIELD_BYTES)
-        )
+        hashes = self._hashes.get(unit)
+        if hashes is None:
+            names = map(BlockHash, unpack_fields(self.unit_names(unit)))
+            hashes = self._hashes[unit] = tuple(names)
+        return hashes if num_tokens == self.unit_tokens else hashes[: num_tokens // STRIDE_TOKENS]
 
 
 def faster(arrivals: Sequence[Arrival], speedup: float) -> tuple[Arrival, ...]:
