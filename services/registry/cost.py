@@ -19,6 +19,7 @@ FORBIDDEN = -1.0  # link time of a pair that must not exchange KV
 MAX_ROWS = 64  # above this only the promising workers are priced
 SHORTLIST = 8  # of each role: so many by hit, and so many by load
 MAX_OPTIONS = 8  # told with a decision
+WAITING_SHARE = 0.05  # of a step, that each request on its way to a worker adds to its gaps
 NOBODY = -1  # no slot: of pairs without a link of their own
 MIN_RATE_TOK_S = 1.0  # a lower rate is taken as not measured: it would make every cost infinite
 
@@ -99,6 +100,25 @@ class Row(NamedTuple):
     hint_tokens: float = 0.0  # confirmed by the worker
 
 
+class Peers(NamedTuple):
+    """Candidates of one role."""
+
+    num_workers: int
+    queued_tokens: int
+
+
+class Census(NamedTuple):
+    """All candidates, where rows were made of some only."""
+
+    prefill: Peers
+    decode: Peers
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows all would be."""
+        return self.prefill.num_workers + self.decode.num_workers
+
+
 class Option(NamedTuple):  # made by the dozen for a decision
     """One way to run the request, and what it is made of."""
 
@@ -167,17 +187,24 @@ class _Pricing:
     decode: list[_Priced] = field(default_factory=list)
 
 
-def decide(weights: Weights, ask: Ask, rows: Sequence[Row], pairs: Pairs) -> Verdict | None:
+def decide(
+    weights: Weights, ask: Ask, rows: Sequence[Row], pairs: Pairs, census: Census | None = None
+) -> Verdict | None:
     """Price every option and take the cheapest; None when there is none.
 
     Args:
         pairs: link seconds a token where they are known or FORBIDDEN; others use the default.
+        census: of all candidates but the excluded, if `rows` are those that can be chosen only.
     """
     pricing = _Pricing(weights, ask, pairs)
     kept = [row for row in rows if row.candidate.slot not in ask.excluded]
-    pricing.prefill = _priced(weights, ask, [r for r in kept if r.candidate.is_prefill])
-    pricing.decode = _priced(weights, ask, [r for r in kept if not r.candidate.is_prefill])
-    if len(kept) > MAX_ROWS:
+    prefill = [r for r in kept if r.candidate.is_prefill]
+    decode = [r for r in kept if not r.candidate.is_prefill]
+    if census is None:
+        census = Census(_peers(prefill), _peers(decode))
+    pricing.prefill = _priced(weights, ask, prefill, census.prefill)
+    pricing.decode = _priced(weights, ask, decode, census.decode)
+    if census.num_rows > MAX_ROWS:
         pricing.prefill = _shortlist(pricing.prefill, lambda p: p.queued / p.rate)
         pricing.decode = _shortlist(pricing.decode, lambda p: p.tbt_s)
     options, can_remote = _options(pricing)
@@ -208,17 +235,21 @@ def resident_tokens(option: Option, ask: Ask) -> int:
     return 0 if option.kind == REMOTE else ask.need_tokens
 
 
-def _priced(weights: Weights, ask: Ask, rows: Sequence[Row]) -> list[_Priced]:
-    total = sum(r.load.queued_uncached_tokens + r.booked.prefill_tokens for r in rows)
-    return [_price(weights, ask, row, total, len(rows)) for row in rows]
+def _peers(rows: Sequence[Row]) -> Peers:
+    queued = sum(r.load.queued_uncached_tokens + r.booked.prefill_tokens for r in rows)
+    return Peers(len(rows), queued)
 
 
-def _price(weights: Weights, ask: Ask, row: Row, total: int, num_rows: int) -> _Priced:
+def _priced(weights: Weights, ask: Ask, rows: Sequence[Row], peers: Peers) -> list[_Priced]:
+    return [_price(weights, ask, row, peers) for row in rows]
+
+
+def _price(weights: Weights, ask: Ask, row: Row, peers: Peers) -> _Priced:
     load, booked = row.load, row.booked
     queued: float = load.queued_uncached_tokens + booked.prefill_tokens
-    if row.candidate.newness > 0 and num_rows > 1:
+    if row.candidate.newness > 0 and peers.num_workers > 1:
         # A newcomer looks as loaded as its peers at first: it must not draw every request.
-        missing = (total - queued) / (num_rows - 1) - queued
+        missing = (peers.queued_tokens - queued) / (peers.num_workers - 1) - queued
         if missing > 0:
             queued = queued + row.candidate.newness * missing
     # The last token is always computed, however much of the prompt is cached.
@@ -234,7 +265,7 @@ def _price(weights: Weights, ask: Ask, row: Row, total: int, num_rows: int) -> _
     resident = load.resident_tokens + booked.resident_tokens
     # Requests in flight order workers whose gap does not depend on resident tokens (yet).
     waiting = load.waiting + booked.in_flight
-    tbt_us = tbt_a * (1 + 0.05 * waiting) + tbt_b * (resident + ask.need_tokens)
+    tbt_us = tbt_a * (1 + WAITING_SHARE * waiting) + tbt_b * (resident + ask.need_tokens)
     room = load.kv_free * BLOCK_TOKENS - booked.resident_tokens
     return _Priced(
         row, queued, uncached, rate, work / rate, tbt_us / 1e6, resident,

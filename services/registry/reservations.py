@@ -47,6 +47,7 @@ class Reservations:
     """Every open reservation of a namespace."""
 
     reserve_ms: int = RESERVE_MS
+    touched: set[int] = field(default_factory=set)  # slots that changed, for who keeps an order
     _accounts: dict[int, _Account] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
     _due: list[tuple[float, bytes, str]] = field(default_factory=list)  # a heap; some are void
@@ -71,6 +72,7 @@ class Reservations:
         account = self._accounts.get(slot)
         if account is None or account.gen != gen:
             account = self._accounts[slot] = _Account(gen, now_ms, now_ms)
+        self.touched.add(slot)
         account.in_flight = min(0xFFFF, account.in_flight + 1)
         account.prefill = min(0xFFFFFFFF, account.prefill + prefill_tokens)
         account.resident = min(0xFFFFFFFF, account.resident + resident_tokens)
@@ -87,6 +89,7 @@ class Reservations:
         account = self._accounts.get(held.owner[0])
         if account is None or account.gen != held.owner[1]:
             return held.owner
+        self.touched.add(held.owner[0])
         account.in_flight = max(0, account.in_flight - 1)
         if held.epoch == account.epoch:
             account.prefill = max(0, account.prefill - held.prefill)
@@ -107,6 +110,7 @@ class Reservations:
         account = self._accounts.get(owner[0])
         if account is None or account.gen != owner[1]:
             return
+        self.touched.add(owner[0])
         if not abs(now_ms - account.newest_ms) < SETTLE_MS:
             account.epoch += 2
             account.prefill = account.resident = 0
@@ -136,9 +140,11 @@ class Reservations:
             account = self._accounts.get(held.owner[0])
             if account is not None and account.gen == held.owner[1]:
                 account.in_flight = max(0, account.in_flight - 1)
+                self.touched.add(held.owner[0])
 
     def clear(self) -> None:
         """Forget everything."""
+        self.touched.update(self._accounts)
         self._accounts.clear()
         self._held.clear()
         self._due.clear()

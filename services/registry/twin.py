@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.ids import WorkerId
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry.answers import JoinAnswer
 from services.registry.base import HintChange, LoadReport, WorkerInfo, WorkerRecord
+from services.registry.candidate_index import CandidateIndex
 from services.registry.cost import (
     DECODE,
+    Booked,
     Candidate,
     Pairs,
     Row,
@@ -42,6 +44,7 @@ Tagged = tuple[int, int]  # slot with its tier in the two high bits, slot_gen
 _SLOT_MASK = 0x3FFF
 _TIER_SHIFT = 14
 _STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
+_NO_HIT = (0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class RegistryTwin:
 
     lease_ms: int = LEASE_MS
     reclaim_ms: int = RECLAIM_MS
+    max_slots: int = MAX_SLOTS
     sweep_buckets: int = 256
     version: str | None = None
     info_version: int = 0
@@ -95,7 +99,7 @@ class RegistryTwin:
             if is_rejoin and holder and holder.incarnation != info.incarnation:
                 return JoinAnswer("SUPERSEDED")
         else:
-            slot = next((s for s in range(MAX_SLOTS) if self._is_free(s, now_ms)), None)
+            slot = next((s for s in range(self.max_slots) if self._is_free(s, now_ms)), None)
             if slot is None:
                 return JoinAnswer("FULL")
         old = self._slots.get(slot)
@@ -104,6 +108,7 @@ class RegistryTwin:
             if old.info is not None:
                 self._names.pop(old.info.worker_id, None)
         gen = (old.gen if old else proposed_gen) % 65535 + 1
+        self.reservations.touched.add(slot)
         self._slots[slot] = _Slot(gen, state, now_ms + self.lease_ms, 0, load, info)
         self._names[info.worker_id] = slot
         self.info_version = (self.info_version or now_ms) + 1
@@ -115,6 +120,7 @@ class RegistryTwin:
         if held is None:
             return "GONE"
         held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
+        self.reservations.touched.add(slot)
         self.reservations.settle((slot, gen), now_ms)
         if self.sweep_buckets and self._turn_until <= now_ms:
             self._turn_until = now_ms + TURN_MS
@@ -126,7 +132,7 @@ class RegistryTwin:
         held = self._slots.get(slot)
         if held is None or held.state == "" or held.gen != gen:
             return "GONE"
-        self._bury(held)
+        self._bury(slot, held)
         return "OK"
 
     def publish(
@@ -149,6 +155,7 @@ class RegistryTwin:
         is_again = seq == held.seq
         held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
         held.seq = seq
+        self.reservations.touched.add(slot)
         self.reservations.settle(owner, now_ms)
         if is_again:
             return "OK"
@@ -172,6 +179,45 @@ class RegistryTwin:
         listed = [c for c in candidates if self._is_usable(c, now_ms)]
         return tuple(self._route_one(weights, listed, pairs, ask, now_ms) for ask in asks)
 
+    def index(self, candidates: Sequence[Candidate]) -> CandidateIndex:
+        """Keep candidates in order of load; there can be one such index at a time."""
+        return CandidateIndex(self, self.reservations.touched, candidates)
+
+    def route_indexed(
+        self,
+        weights: Weights,
+        index: CandidateIndex,
+        pairs: Pairs,
+        asks: Sequence[RouteAsk],
+        now_ms: int,
+    ) -> tuple[Verdict | None, ...]:
+        """Decide as `route` does among all of the index, looking at few of them."""
+        self.reservations.sweep(now_ms)
+        verdicts = []
+        for ask in asks:
+            index.refresh(now_ms)
+            fields = unpack_fields(ask.fields)
+            hits, confirmed = self._hits(fields, index.owners, now_ms)
+            by_slot = {owner[0]: hit for owner, (hit, _) in hits.items()}
+            slots, census = index.promising(by_slot, ask.ask.excluded)
+            rows = self._rows([index.candidate(slot) for slot in slots], hits)
+            verdict = decide(weights, ask.ask, rows, pairs, census)
+            self._book(ask, fields, confirmed, verdict, now_ms)
+            verdicts.append(verdict)
+        return tuple(verdicts)
+
+    def load_of(self, candidate: Candidate, now_ms: int) -> LoadReport | None:
+        """Return the load of a candidate that may be chosen; None of another."""
+        return self._slots[candidate.slot].load if self._is_usable(candidate, now_ms) else None
+
+    def booked(self, owner: Owner) -> Booked:
+        """Return the work a worker has coming."""
+        return self.reservations.booked(owner)
+
+    def lease_until(self, slot: int) -> float:
+        """Return the moment from which a worker may not be chosen."""
+        return self._slots[slot].deadline_ms
+
     def release(self, rid: str, lies: bytes = b"") -> None:
         """End a reservation; withdraw hints its worker turned out not to hold."""
         owner = self.reservations.release(rid)
@@ -192,6 +238,7 @@ class RegistryTwin:
 
     def flush(self) -> None:
         """Forget everything, as a store that restarted empty."""
+        self.reservations.touched.update(self._slots)
         self._slots.clear()
         self._names.clear()
         self._hints.clear()
@@ -223,29 +270,54 @@ class RegistryTwin:
         now_ms: int,
     ) -> Verdict | None:
         fields = unpack_fields(ask.fields)
-        owners = {(c.slot, c.gen) for c in listed}
-        levels = depths(lambda i: self._owners(fields[i - 1], owners), len(fields))
-        confirmed = levels[3]
-        spec = self.speculation.strides(fields, owners, confirmed, now_ms)
-        rows = []
-        for candidate in listed:
-            owner = (candidate.slot, candidate.gen)
-            gpu, host, disk = (levels[level].get(owner, 0) for level in (3, 2, 1))
-            hint = _STRIDE_TOKENS * (gpu + 0.9 * (host - gpu) + 0.5 * (disk - host))
-            hit = max(hint, _STRIDE_TOKENS * spec.get(owner, 0))
-            load, booked = self._slots[candidate.slot].load, self.reservations.booked(owner)
-            rows.append(Row(candidate, load, booked, hit, hint))
-        verdict = decide(weights, ask.ask, rows, pairs)
-        if verdict is not None and ask.rid:
-            chosen = verdict.chosen
-            owner = (chosen.slot, self._slots[chosen.slot].gen)
-            self.reservations.reserve(
-                ask.rid, owner, prefill_tokens(chosen), resident_tokens(chosen, ask.ask), now_ms
-            )
-            if chosen.kind != DECODE:
-                until_s = expiry_s(now_ms, chosen.prefill_s)
-                self.speculation.note(fields, owner, confirmed.get(owner, 0), until_s, now_ms)
+        hits, confirmed = self._hits(fields, {(c.slot, c.gen) for c in listed}, now_ms)
+        verdict = decide(weights, ask.ask, self._rows(listed, hits), pairs)
+        self._book(ask, fields, confirmed, verdict, now_ms)
         return verdict
+
+    def _hits(
+        self, fields: Sequence[bytes], owners: Collection[Owner], now_ms: int
+    ) -> tuple[dict[Owner, tuple[float, float]], Mapping[Owner, int]]:
+        """Return the tokens of a prompt each owner holds or will, and holds, and whole strides."""
+        levels = depths(lambda i: self._owners(fields[i - 1], owners), len(fields))
+        gpu, host, disk = levels[3], levels[2], levels[1]
+        spec = self.speculation.strides(fields, owners, gpu, now_ms)
+        hits = {}
+        for owner in disk.keys() | spec.keys():
+            on_gpu, on_host, on_disk = (level.get(owner, 0) for level in (gpu, host, disk))
+            hint = _STRIDE_TOKENS * (on_gpu + 0.9 * (on_host - on_gpu) + 0.5 * (on_disk - on_host))
+            hits[owner] = (max(hint, _STRIDE_TOKENS * spec.get(owner, 0)), hint)
+        return hits, gpu
+
+    def _rows(
+        self, candidates: Sequence[Candidate], hits: Mapping[Owner, tuple[float, float]]
+    ) -> list[Row]:
+        rows = []
+        for candidate in candidates:
+            owner = (candidate.slot, candidate.gen)
+            load, booked = self._slots[candidate.slot].load, self.reservations.booked(owner)
+            rows.append(Row(candidate, load, booked, *hits.get(owner, _NO_HIT)))
+        return rows
+
+    def _book(
+        self,
+        ask: RouteAsk,
+        fields: Sequence[bytes],
+        confirmed: Mapping[Owner, int],
+        verdict: Verdict | None,
+        now_ms: int,
+    ) -> None:
+        """Reserve what was chosen, and note what it will hold."""
+        if verdict is None or not ask.rid:
+            return
+        chosen = verdict.chosen
+        owner = (chosen.slot, self._slots[chosen.slot].gen)
+        self.reservations.reserve(
+            ask.rid, owner, prefill_tokens(chosen), resident_tokens(chosen, ask.ask), now_ms
+        )
+        if chosen.kind != DECODE:
+            until_s = expiry_s(now_ms, chosen.prefill_s)
+            self.speculation.note(fields, owner, confirmed.get(owner, 0), until_s, now_ms)
 
     def _owners(self, name: bytes, known: Collection[Owner]) -> dict[Owner, int]:
         """Owners of a field, each with the level of its best tier."""
@@ -266,7 +338,8 @@ class RegistryTwin:
         held = self._slots.get(slot)
         return held is None or held.state == "" or held.deadline_ms + self.reclaim_ms < now_ms
 
-    def _bury(self, held: _Slot) -> None:
+    def _bury(self, slot: int, held: _Slot) -> None:
+        self.reservations.touched.add(slot)
         if held.info is not None:
             self._names.pop(held.info.worker_id, None)
         held.state, held.info = "", None
@@ -283,9 +356,9 @@ class RegistryTwin:
         )
 
     def _sweep(self, now_ms: int) -> None:
-        for held in self._slots.values():
+        for slot, held in self._slots.items():
             if held.state and held.deadline_ms + self.reclaim_ms < now_ms:
-                self._bury(held)
+                self._bury(slot, held)
         stop = max(self._cursor, min(self._cursor + self.sweep_buckets, self._sweep_until))
         swept = {i % NUM_BUCKETS for i in range(self._cursor, stop)}
         self._cursor = stop

@@ -10,6 +10,7 @@ from typing import Protocol
 from services.common.ids import Incarnation, WorkerId
 from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import LoadReport, WorkerInfo
+from services.registry.candidate_index import CandidateIndex
 from services.registry.cost import Booked, mix32
 from services.registry.schema import unpack_fields
 from services.registry.scripts import RouteAsk
@@ -63,6 +64,7 @@ class SharedPlacement:
     """Ours: the store decides and reserves, with what all replicas did before."""
 
     twin: RegistryTwin
+    index: CandidateIndex  # of all replicas: they see the same workers
     arena: Field
     config: PolicyConfig
 
@@ -89,7 +91,7 @@ class SharedPlacement:
             for r in batch
         ]
         arena = self.arena
-        verdicts = self.twin.route(arena.weights, arena.candidates, arena.pairs, asks, now_ms)
+        verdicts = self.twin.route_indexed(arena.weights, self.index, arena.pairs, asks, now_ms)
         slots = []
         for request, verdict in zip(batch, verdicts, strict=True):
             assert verdict is not None, "no worker of a simulation ever leaves"

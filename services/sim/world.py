@@ -16,8 +16,9 @@ from itertools import groupby
 from services.common.ids import BlockHash, WorkerId
 from services.kv.layout import HINT_STRIDE_BLOCKS
 from services.registry.base import HintChange, LoadReport
+from services.registry.candidate_index import CandidateIndex
 from services.registry.cost import Booked
-from services.registry.schema import HASH_FIELD_BYTES, pack_fields, unpack_fields
+from services.registry.schema import HASH_FIELD_BYTES, MAX_SLOTS, pack_fields, unpack_fields
 from services.registry.scripts import RouteAsk
 from services.registry.twin import RegistryTwin
 from services.router.hint_check import check_hints
@@ -69,9 +70,8 @@ class World:
     pool_of: dict[int, str] = field(default_factory=dict)  # by slot
     num_events: int = 0
     num_resyncs: int = 0
-    _twin: RegistryTwin = field(
-        default_factory=lambda: RegistryTwin(lease_ms=LEASE_MS, sweep_buckets=0)
-    )
+    _twin: RegistryTwin = field(init=False)
+    _index: CandidateIndex = field(init=False)
     _views: dict[int, WorkerView] = field(default_factory=dict)
     _seqs: dict[int, int] = field(default_factory=dict)
     _due: dict[int, float] = field(default_factory=dict)  # when a worker completes something
@@ -170,11 +170,14 @@ class World:
     def _build(self) -> None:
         spec = self.spec
         self._lost = random.Random(f"{self.seed}/lost")
+        max_slots = max(MAX_SLOTS, sum(spec.sizes().values()))
+        self._twin = RegistryTwin(lease_ms=LEASE_MS, sweep_buckets=0, max_slots=max_slots)
         self._usual_mode = STAY if spec.sizes()[AGGREGATED] else REMOTE
         for i, (pool, model) in enumerate(spec.members()):
             slot = self._join(WorkerId(f"{pool}-{i}"), pool, Worker(self.workload, model))
             self.pool_of[slot] = pool
         self._arena = arena = self._lay_out()
+        self._index = self._twin.index(arena.candidates)
         for i in range(spec.num_routers):
             self._lengths.append(OutputLengths(self.config.expected_output_tokens))
             self._placements.append(self._placement(i, arena))
@@ -184,7 +187,7 @@ class World:
 
     def _placement(self, idx: int, arena: Field) -> Placement:
         if self.rule == OURS:
-            return SharedPlacement(self._twin, arena, self.config)
+            return SharedPlacement(self._twin, self._index, arena, self.config)
         rng = random.Random(f"{self.seed}/{idx}")
         return LocalPlacement(self.rule, self._views, self._twin, arena, self.config, rng)
 
@@ -248,6 +251,7 @@ class World:
             worker, worker_id = self.workers[slot], self._views[slot].worker_id
             self._join(worker_id, self.pool_of[slot], worker)
             self._arena = arena = self._lay_out()
+            self._index.replace(arena.candidates)
             for placement in self._placements:
                 placement.laid_out(arena)
             self._seqs[slot] = 1
@@ -355,10 +359,10 @@ class World:
         arena = self._arena
         assert arena is not None, "the cluster was built before its first request"
         ask = ask_to_take_over(request.facts, source, self.config, arena, frozenset())
-        (verdict,) = self._twin.route(
-            arena.weights, arena.candidates, arena.pairs,
-            [RouteAsk(ask, rid=request.rid + "d")], self._now_ms(),
-        )  # fmt: skip
+        asks = [RouteAsk(ask, rid=request.rid + "d")]
+        (verdict,) = self._twin.route_indexed(
+            arena.weights, self._index, arena.pairs, asks, self._now_ms()
+        )
         assert verdict is not None, "no decode worker of a simulation ever leaves"
         return verdict.chosen.slot
 
