@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from services.registry.base import LoadReport
 from services.registry.cost import (
+    DECODE,
     MAX_ROWS,
     MIN_RATE_TOK_S,
     SHORTLIST,
     WAITING_SHARE,
+    Ask,
     Booked,
     Candidate,
     Census,
     Peers,
 )
+from services.registry.owners import Known, Owner
 
 # What rounding may do to the order of two sums of the same terms: a part of their size, and a part
 # of the time that the tokens of the request itself would add to both.
 _RELATIVE, _TOKENS = 1e-9, 1e-6
 
 Signature = tuple[float, ...]  # equal ones stand for equal loads
-Owner = tuple[int, int]  # slot, slot_gen
 
 
 class Loads(Protocol):
@@ -136,12 +138,13 @@ class _Pool:
             order = self.orders[place.order] = _Order(place.order * _TOKENS)
         order.add(slot, place.key, place.signature)
 
-    def promising(self, hits: Mapping[int, float], excluded: Collection[int]) -> set[int]:
+    def promising(self, by_hit: Iterable[int], excluded: Collection[int]) -> set[int]:
         """Return slots among which are the first by hit and the first by load."""
-        ranked = ((-hit, slot) for slot, hit in hits.items() if slot in self.places)
-        by_hit = heapq.nsmallest(SHORTLIST, (r for r in ranked if r[1] not in excluded))
-        found = {slot for _, slot in by_hit}
-        found.update(islice((s for s in self.slots if s not in excluded), SHORTLIST))
+        mine = (s for s in by_hit if s in self.places and s not in excluded)
+        found = set(islice(mine, SHORTLIST))
+        if len(found) < SHORTLIST:
+            rest = (s for s in self.slots if s not in found and s not in excluded)
+            found.update(list(islice(rest, SHORTLIST - len(found))))
         found.update(slot for slot in self.always if slot not in excluded)
         for order in self.orders.values():
             found.update(order.least(excluded))
@@ -176,7 +179,8 @@ class CandidateIndex:
         self._pools = {True: _Pool(), False: _Pool()}  # is prefill
         self._leases: list[tuple[float, int]] = []  # a heap, one entry a slot
         self._leased: set[int] = set()
-        self.owners: dict[Owner, Candidate] = {}  # that may be chosen
+        self._owners: set[Owner] = set()  # that may be chosen
+        self.known = Known(self._owners)
         self.replace(candidates)
 
     def replace(self, candidates: Sequence[Candidate]) -> None:
@@ -204,15 +208,19 @@ class CandidateIndex:
                     heapq.heappush(self._leases, (self._loads.lease_until(slot), slot))
         self._touched.clear()
 
-    def promising(
-        self, hits: Mapping[int, float], excluded: Collection[int]
-    ) -> tuple[Iterable[int], Census]:
-        """Return slots that hold all who can be chosen, and how many there are altogether."""
-        prefill, decode = self._pools[True], self._pools[False]
+    def promising(self, by_hit: Sequence[int], ask: Ask) -> tuple[Iterable[int], Census]:
+        """Return slots that hold all who can be chosen, and how many there are altogether.
+
+        Args:
+            by_hit: slots of all who hold something of the prompt, those that hold most first.
+        """
+        prefill, decode, excluded = self._pools[True], self._pools[False], ask.excluded
         census = Census(prefill.peers(excluded), decode.peers(excluded))
         if census.num_rows <= MAX_ROWS:
             return (s for s in (*prefill.slots, *decode.slots) if s not in excluded), census
-        slots = prefill.promising(hits, excluded) | decode.promising(hits, excluded)
+        slots = decode.promising(by_hit, excluded)
+        if ask.force != DECODE:
+            slots |= prefill.promising(by_hit, excluded)
         return sorted(slots), census
 
     def candidate(self, slot: int) -> Candidate:
@@ -222,11 +230,12 @@ class CandidateIndex:
     def _put(self, candidate: Candidate, load: LoadReport | None) -> None:
         owner = (candidate.slot, candidate.gen)
         pool = self._pools[candidate.is_prefill]
+        if (load is not None) != (owner in self._owners):
+            self._owners ^= {owner}
+            self.known.forget()
         if load is None:
-            self.owners.pop(owner, None)
             pool.put(candidate.slot, None)
             return
-        self.owners[owner] = candidate
         pool.put(candidate.slot, _place(candidate, load, self._loads.booked(owner)))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 O = TypeVar("O", bound=Hashable)  # noqa: E741  # an owner
 MAX_LEVEL = 3  # GPU memory; a level counts for those below it too
 
 
-def depths(look: Callable[[int], Mapping[O, int]], num_strides: int) -> dict[int, dict[O, int]]:
+def depths(
+    look: Callable[[int], Mapping[O, int]],
+    num_strides: int,
+    levels: Sequence[int] = tuple(range(1, MAX_LEVEL + 1)),
+) -> dict[int, dict[O, int]]:
     """Return, per level and owner, how many leading strides it holds at that level or better.
 
     Caches are prefix-closed, so the sets only shrink with depth and are read only where they
@@ -17,14 +21,14 @@ def depths(look: Callable[[int], Mapping[O, int]], num_strides: int) -> dict[int
 
     Args:
         look: owners of a stride, counted from 1, each with its level.
+        levels: those that are asked for.
     """
-    found: dict[int, dict[O, int]] = {level: {} for level in range(1, MAX_LEVEL + 1)}
+    found: dict[int, dict[O, int]] = {level: {} for level in levels}
     if num_strides == 0:
         return found
-    first = dict(look(1))
-    for owner, level in first.items():
-        for counted in range(1, level + 1):
-            found[counted][owner] = num_strides
+    first = look(1)
+    for level, at_level in found.items():
+        at_level.update({o: num_strides for o, held in first.items() if held >= level})
     if num_strides > 1 and first:
         _bisect(look, found, (1, num_strides), first, _within(look(num_strides), first))
     return found
@@ -34,16 +38,15 @@ def _bisect(
     look: Callable[[int], Mapping[O, int]],
     found: dict[int, dict[O, int]],
     span: tuple[int, int],
-    at_lo: dict[O, int],
-    at_hi: dict[O, int],
+    at_lo: Mapping[O, int],
+    at_hi: Mapping[O, int],
 ) -> None:
-    if sum(at_lo.values()) == sum(at_hi.values()):
+    if at_lo is at_hi or sum(at_lo.values()) == sum(at_hi.values()):
         return
     lo, hi = span
     if hi - lo == 1:
-        for owner, level in at_lo.items():
-            for counted in range(at_hi.get(owner, 0) + 1, level + 1):
-                found[counted][owner] = lo
+        for level, at_level in found.items():
+            at_level.update({o: lo for o, held in at_lo.items() if at_hi.get(o, 0) < level <= held})
         return
     mid = (lo + hi) // 2
     at_mid = _within(look(mid), at_lo)
@@ -51,5 +54,7 @@ def _bisect(
     _bisect(look, found, (mid, hi), at_mid, _within(at_mid, at_hi))
 
 
-def _within(owners: Mapping[O, int], limits: Mapping[O, int]) -> dict[O, int]:
+def _within(owners: Mapping[O, int], limits: Mapping[O, int]) -> Mapping[O, int]:
+    if owners is limits:
+        return limits  # neighbouring strides mostly share their owners
     return {o: min(level, limits[o]) for o, level in owners.items() if o in limits}

@@ -11,12 +11,13 @@ import struct
 from dataclasses import dataclass, field
 
 from services.registry.cost import Booked
+from services.registry.owners import Owner
 
 RESERVE_MS = 60_000
 SETTLE_MS = 150  # a report so much younger than a booking includes it
 SWEEP_RESERVATIONS = 16  # expired ones ended by one decision
 
-Owner = tuple[int, int]  # slot, slot_gen
+_NOTHING = Booked()
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Reservations:
         """Return what one life of a slot has coming."""
         account = self._accounts.get(owner[0])
         if account is None or account.gen != owner[1]:
-            return Booked()
+            return _NOTHING
         return Booked(
             account.in_flight,
             account.prefill + account.old_prefill,

@@ -85,15 +85,18 @@ class Speculation(Generic[O]):
     ) -> dict[O, int]:
         """Return, per owner among `known`, how many strides it holds or will hold."""
         canon = canonical(len(fields))
+        # Beyond the first of these depths look only at those that have confirmed more than that.
+        deeper = {o: strides for o, strides in confirmed.items() if strides > canon[0]}
 
         def look(idx: int) -> dict[O, int]:
             depth = canon[idx - 1]
             owners = self._fields.get(fields[depth - 1], {})
             found = {o: 1 for o, s in owners.items() if s * 1000 > now_ms and o in known}
-            found.update({o: 1 for o, strides in confirmed.items() if strides >= depth})
+            holding = confirmed if idx == 1 else deeper
+            found.update({o: 1 for o, strides in holding.items() if strides >= depth})
             return found
 
-        return {owner: canon[idx - 1] for owner, idx in depths(look, len(canon))[1].items()}
+        return {owner: canon[idx - 1] for owner, idx in depths(look, len(canon), (1,))[1].items()}
 
     def clear(self) -> None:
         """Forget everything."""

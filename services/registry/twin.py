@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.ids import WorkerId
@@ -23,6 +24,7 @@ from services.registry.cost import (
     resident_tokens,
 )
 from services.registry.depth import depths
+from services.registry.owners import SLOT_MASK, TIER_SHIFT, Known, Owner, Tagged
 from services.registry.reservations import Reservations
 from services.registry.schema import (
     LEASE_MS,
@@ -39,10 +41,6 @@ from services.registry.schema import (
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation, expiry_s
 
-Owner = tuple[int, int]  # slot, slot_gen
-Tagged = tuple[int, int]  # slot with its tier in the two high bits, slot_gen
-_SLOT_MASK = 0x3FFF
-_TIER_SHIFT = 14
 _STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
 _NO_HIT = (0.0, 0.0)
 
@@ -73,6 +71,9 @@ class RegistryTwin:
     _hints: dict[bytes, tuple[Tagged, ...]] = field(default_factory=dict)
     reservations: Reservations = field(default_factory=Reservations)
     speculation: Speculation[Owner] = field(default_factory=Speculation)
+    _has_tiers: bool = False  # some hint is not of GPU memory
+    _is_stale: bool = False  # some owner of a hint may have begun another life
+    _valid_until: float = math.inf  # no worker is given up before
     _turn_until: float = 0
     _cursor: int = 0
     _sweep_until: int = 0
@@ -99,17 +100,27 @@ class RegistryTwin:
             if is_rejoin and holder and holder.incarnation != info.incarnation:
                 return JoinAnswer("SUPERSEDED")
         else:
-            slot = next((s for s in range(self.max_slots) if self._is_free(s, now_ms)), None)
+            held_by = self._slots.get
+            slot = next(
+                (
+                    s
+                    for s in range(self.max_slots)
+                    if (held := held_by(s)) is None or self._is_free(held, now_ms)
+                ),
+                None,
+            )
             if slot is None:
                 return JoinAnswer("FULL")
         old = self._slots.get(slot)
         if old is not None:
+            self._is_stale = True
             self._sweep_until = self._cursor + NUM_BUCKETS
             if old.info is not None:
                 self._names.pop(old.info.worker_id, None)
         gen = (old.gen if old else proposed_gen) % 65535 + 1
         self.reservations.touched.add(slot)
-        self._slots[slot] = _Slot(gen, state, now_ms + self.lease_ms, 0, load, info)
+        self._slots[slot] = joined = _Slot(gen, state, 0, 0, load, info)
+        self._lend(joined, now_ms)
         self._names[info.worker_id] = slot
         self.info_version = (self.info_version or now_ms) + 1
         return JoinAnswer("OK", slot, gen)
@@ -119,7 +130,8 @@ class RegistryTwin:
         held = self._live(slot, gen, now_ms)
         if held is None:
             return "GONE"
-        held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
+        held.state, held.load = state, load
+        self._lend(held, now_ms)
         self.reservations.touched.add(slot)
         self.reservations.settle((slot, gen), now_ms)
         if self.sweep_buckets and self._turn_until <= now_ms:
@@ -153,13 +165,15 @@ class RegistryTwin:
         if seq not in (held.seq, held.seq + 1):
             return "RESYNC"
         is_again = seq == held.seq
-        held.state, held.load, held.deadline_ms = state, load, now_ms + self.lease_ms
+        held.state, held.load = state, load
+        self._lend(held, now_ms)
         held.seq = seq
         self.reservations.touched.add(slot)
         self.reservations.settle(owner, now_ms)
         if is_again:
             return "OK"
-        mine = (slot | change.tier << _TIER_SHIFT, gen)
+        self._has_tiers = self._has_tiers or change.tier > 0
+        mine = (slot | change.tier << TIER_SHIFT, gen)
         for hashes, is_add in ((change.removed, False), (change.added, True)):
             names = field_names(hashes)
             self.speculation.drop_all(names, owner)
@@ -197,9 +211,9 @@ class RegistryTwin:
         for ask in asks:
             index.refresh(now_ms)
             fields = unpack_fields(ask.fields)
-            hits, confirmed = self._hits(fields, index.owners, now_ms)
-            by_slot = {owner[0]: hit for owner, (hit, _) in hits.items()}
-            slots, census = index.promising(by_slot, ask.ask.excluded)
+            hits, confirmed = self._hits(fields, index.known, now_ms)
+            ranked = sorted((-hit, owner[0]) for owner, (hit, _) in hits.items())
+            slots, census = index.promising([slot for _, slot in ranked], ask.ask)
             rows = self._rows([index.candidate(slot) for slot in slots], hits)
             verdict = decide(weights, ask.ask, rows, pairs, census)
             self._book(ask, fields, confirmed, verdict, now_ms)
@@ -226,7 +240,7 @@ class RegistryTwin:
         for name in unpack_fields(lies):
             self.speculation.drop(name, owner)
             held = self._hints.get(name, ())
-            self._store(name, tuple(o for o in held if (o[0] & _SLOT_MASK, o[1]) != owner))
+            self._store(name, tuple(o for o in held if (o[0] & SLOT_MASK, o[1]) != owner))
 
     def snapshot(self, now_ms: int) -> tuple[WorkerRecord, ...]:
         """Return all workers, expired ones included."""
@@ -245,6 +259,8 @@ class RegistryTwin:
         self.reservations.clear()
         self.speculation.clear()
         self.version, self.info_version = None, 0
+        self._has_tiers = self._is_stale = False
+        self._valid_until = math.inf
         self._turn_until = 0
         self._cursor = self._sweep_until = 0
 
@@ -270,23 +286,31 @@ class RegistryTwin:
         now_ms: int,
     ) -> Verdict | None:
         fields = unpack_fields(ask.fields)
-        hits, confirmed = self._hits(fields, {(c.slot, c.gen) for c in listed}, now_ms)
+        hits, confirmed = self._hits(fields, Known({(c.slot, c.gen) for c in listed}), now_ms)
         verdict = decide(weights, ask.ask, self._rows(listed, hits), pairs)
         self._book(ask, fields, confirmed, verdict, now_ms)
         return verdict
 
     def _hits(
-        self, fields: Sequence[bytes], owners: Collection[Owner], now_ms: int
+        self, fields: Sequence[bytes], known: Known, now_ms: int
     ) -> tuple[dict[Owner, tuple[float, float]], Mapping[Owner, int]]:
         """Return the tokens of a prompt each owner holds or will, and holds, and whole strides."""
-        levels = depths(lambda i: self._owners(fields[i - 1], owners), len(fields))
-        gpu, host, disk = levels[3], levels[2], levels[1]
-        spec = self.speculation.strides(fields, owners, gpu, now_ms)
-        hits = {}
-        for owner in disk.keys() | spec.keys():
-            on_gpu, on_host, on_disk = (level.get(owner, 0) for level in (gpu, host, disk))
-            hint = _STRIDE_TOKENS * (on_gpu + 0.9 * (on_host - on_gpu) + 0.5 * (on_disk - on_host))
-            hits[owner] = (max(hint, _STRIDE_TOKENS * spec.get(owner, 0)), hint)
+        asked = (3, 2, 1) if self._has_tiers else (3,)
+        levels = depths(lambda i: self._owners(fields[i - 1], known), len(fields), asked)
+        gpu = levels[3]
+        spec = self.speculation.strides(fields, known.owners, gpu, now_ms)
+        hits: dict[Owner, tuple[float, float]] = {}
+        if self._has_tiers:
+            for owner, on_disk in levels[1].items():
+                on_gpu, on_host = gpu.get(owner, 0), levels[2].get(owner, 0)
+                parts = on_gpu + 0.9 * (on_host - on_gpu) + 0.5 * (on_disk - on_host)
+                hits[owner] = (_STRIDE_TOKENS * parts, _STRIDE_TOKENS * parts)
+        else:
+            hits.update({o: (_STRIDE_TOKENS * n, _STRIDE_TOKENS * n) for o, n in gpu.items()})
+        for owner, strides in spec.items():
+            hit, hint = hits.get(owner, _NO_HIT)
+            if _STRIDE_TOKENS * strides > hit:
+                hits[owner] = (_STRIDE_TOKENS * strides, hint)
         return hits, gpu
 
     def _rows(
@@ -319,14 +343,9 @@ class RegistryTwin:
             until_s = expiry_s(now_ms, chosen.prefill_s)
             self.speculation.note(fields, owner, confirmed.get(owner, 0), until_s, now_ms)
 
-    def _owners(self, name: bytes, known: Collection[Owner]) -> dict[Owner, int]:
+    def _owners(self, name: bytes, known: Known) -> Mapping[Owner, int]:
         """Owners of a field, each with the level of its best tier."""
-        found: dict[Owner, int] = {}
-        for tagged, gen in self._hints.get(name, ()):
-            owner, level = (tagged & _SLOT_MASK, gen), 3 - (tagged >> _TIER_SHIFT)
-            if owner in known and level > found.get(owner, 0):
-                found[owner] = level
-        return found
+        return known.levels(self._hints.get(name, ()))
 
     def _live(self, slot: int, gen: int, now_ms: int) -> _Slot | None:
         held = self._slots.get(slot)
@@ -334,20 +353,32 @@ class RegistryTwin:
             return None
         return held if held.deadline_ms + self.reclaim_ms >= now_ms else None
 
-    def _is_free(self, slot: int, now_ms: int) -> bool:
-        held = self._slots.get(slot)
-        return held is None or held.state == "" or held.deadline_ms + self.reclaim_ms < now_ms
+    def _is_free(self, held: _Slot, now_ms: int) -> bool:
+        return held.state == "" or held.deadline_ms + self.reclaim_ms < now_ms
 
     def _bury(self, slot: int, held: _Slot) -> None:
         self.reservations.touched.add(slot)
+        self._is_stale = True
         if held.info is not None:
             self._names.pop(held.info.worker_id, None)
         held.state, held.info = "", None
         self._sweep_until = self._cursor + NUM_BUCKETS
         self.info_version += 1
 
+    def _are_valid(self, now_ms: int) -> bool:
+        """Whether all owners of all hints are still there: mostly, and found at once."""
+        if now_ms > self._valid_until and not self._is_stale:
+            deadlines = [held.deadline_ms for held in self._slots.values() if held.state]
+            self._valid_until = min(deadlines, default=math.inf) + self.reclaim_ms
+            self._is_stale = now_ms > self._valid_until
+        return not self._is_stale
+
+    def _lend(self, held: _Slot, now_ms: int) -> None:
+        held.deadline_ms = now_ms + self.lease_ms
+        self._valid_until = min(self._valid_until, held.deadline_ms + self.reclaim_ms)
+
     def _is_valid(self, tagged: Tagged, now_ms: int) -> bool:
-        held = self._slots.get(tagged[0] & _SLOT_MASK)
+        held = self._slots.get(tagged[0] & SLOT_MASK)
         return (
             held is not None
             and held.gen == tagged[1]
@@ -384,9 +415,16 @@ class RegistryTwin:
     def _edited(
         self, owners: tuple[Tagged, ...], mine: Tagged, now_ms: int, *, is_add: bool
     ) -> tuple[Tagged, ...]:
-        slot = mine[0] & _SLOT_MASK
-        kept = tuple(o for o in owners if o[0] & _SLOT_MASK != slot and self._is_valid(o, now_ms))
-        return (*kept, mine) if is_add and len(kept) < MAX_OWNERS else kept
+        slot = mine[0] & SLOT_MASK
+        if self._are_valid(now_ms):
+            kept = tuple([o for o in owners if o[0] & SLOT_MASK != slot])
+        else:
+            kept = tuple(
+                o for o in owners if o[0] & SLOT_MASK != slot and self._is_valid(o, now_ms)
+            )
+        if is_add and len(kept) < MAX_OWNERS:
+            return (*kept, mine)
+        return owners if len(kept) == len(owners) else kept
 
     def _store(self, field_name: bytes, owners: tuple[Tagged, ...]) -> None:
         if owners:

@@ -167,7 +167,7 @@ def test_few_of_many_are_looked_at() -> None:
         or (not c.is_prefill and pair.few._slots[c.slot].load.tbt_a_us == 0)
         for c in pair.candidates
     )
-    slots, census = pair.index.promising({7: 640.0}, frozenset())
+    slots, census = pair.index.promising([7], Ask(100, 10, 100))
     assert 7 in set(slots)
     assert census.num_rows == 1000
     assert len(list(slots)) - unmeasured <= MAX_ROWS
