@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from services.router.policy import PolicyConfig
 from services.sim.cluster import ClusterSpec
 from services.sim.placement import OURS, UNDISPLACED
@@ -17,5 +21,18 @@ def simulate(
     # Displacement and shared state are what is ours; a plain cost has neither.
     config = PolicyConfig() if policy == OURS else PolicyConfig(displacement=0.0)
     world = World(workload, spec, OURS if policy == UNDISPLACED else policy, config, seed)
-    world.run()
+    with _no_collection():
+        world.run()
     return world.report()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leave out the search for cycles: a run has millions of values, and none in a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
