@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,11 @@ _PROBED_TURNS = 8  # of each lane, to see whether prompts fit
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """Where to send a load, and how; `url` is grpc[s]://HOST:PORT or http[s]://HOST:PORT[/PATH]."""
+    """Where to send a load, and how.
+
+    `url` is grpc[s]://HOST:PORT, http[s]://HOST:PORT[/PATH], or mock://http?KEY=VALUE&... for a
+    server with known timing.
+    """
 
     url: str
     api: Api = "chat"
@@ -99,6 +103,12 @@ def make_target(spec: TargetSpec, scenario: Scenario, clock: Callable[[], float]
             model=spec.model,
             vocab_size=spec.vocab_size,
             ca_file=spec.ca_file,
+        )
+    if scheme == "mock":
+        from loadtest.mock.target import MockTarget
+
+        return MockTarget(
+            spec.url, lambda url: make_target(replace(spec, url=url), scenario, clock)
         )
     raise TargetUnusable(
         f"{spec.url} is no target: give grpc://HOST:PORT, grpcs://HOST:PORT or http(s)://HOST:PORT"
