@@ -25,7 +25,7 @@ from services.common.wording import counted
 
 CLIENT_FULL = "client_full"
 _TICK_S = 0.02  # how often the lag of the loop is looked at
-_SAMPLE_S = 0.25
+_SAMPLE_S = 0.1
 _WARMING_AT_ONCE = 8
 _EARLY_S = 50e-6
 _CANCEL_S = 5.0  # for targets to let go of cancelled requests

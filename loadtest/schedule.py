@@ -132,6 +132,27 @@ def make_schedule(scenario: Scenario, base: Path, salt: str = "") -> Schedule:
     return Schedule(scenario, source, base)
 
 
+def ideal_hit_ratio(scenario: Scenario, base: Path) -> float | None:
+    """Return the share of prompt tokens a cache without end would have; None in a closed loop.
+
+    Sessions are taken one after another, as if none overlapped.
+    """
+    schedule = make_schedule(scenario, base)
+    if schedule.is_closed:
+        return None
+    seen: set[int] = set()
+    hits = total = 0
+    for request in (request for session in schedule.sessions() for request in session):
+        prefix, is_run = 0, True
+        for piece in request.prompt.pieces:
+            prefix = hash((prefix, piece.key, piece.num_tokens))
+            is_run = is_run and prefix in seen
+            hits += piece.num_tokens if is_run else 0
+            total += piece.num_tokens
+            seen.add(prefix)
+    return hits / total if total else None
+
+
 def _until(arrivals: Open, scenario: Scenario) -> Iterator[tuple[int, float]]:
     end_s = scenario.phases.end_s
     assert end_s is not None

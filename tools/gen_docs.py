@@ -9,6 +9,7 @@ from typing import Any
 
 import typer.main
 
+from loadtest.cli import app as loadtest_app
 from services.cli.config_command import config_markdown
 from services.cli.main import app
 from services.common.access import GRPC_POLICY, HTTP_POLICY, Access
@@ -278,7 +279,9 @@ def _code(names: Iterable[str]) -> str:
 def cli_page() -> str:
     """Every command."""
     lines = ["# Commands", "", NOTE]
-    for name, command in _commands("isthmus", typer.main.get_command(app)):
+    ours = _commands("isthmus", typer.main.get_command(app))
+    others = _commands("isthmus loadtest", typer.main.get_command(loadtest_app))
+    for name, command in (*ours, *others):
         lines += [f"## `{name}`", "", (command.help or "").strip(), ""]
         rows = [row for parameter in command.params if (row := _parameter_row(parameter))]
         if rows:

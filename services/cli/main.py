@@ -21,6 +21,7 @@ from services.cli import (
     exits,
     explain,
     key,
+    loadtest_command,
     model,
     plan,
     serve,
@@ -44,6 +45,9 @@ app.command("explain")(explain.explain)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
+app.command("loadtest", context_settings=loadtest_command.SETTINGS, add_help_option=False)(
+    loadtest_command.loadtest
+)
 app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
 app.add_typer(cert.app, name="cert")

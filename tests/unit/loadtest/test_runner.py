@@ -211,7 +211,7 @@ def test_samples_tell_what_is_open_and_how_late_the_loop_is() -> None:
 
     assert max(sample.in_flight for sample in log.samples) == 14
     assert all(sample.loop_lag_s == pytest.approx(0, abs=1e-6) for sample in log.samples)
-    assert len(log.samples) == pytest.approx(16.5 / 0.26, rel=0.1)
+    assert len(log.samples) == pytest.approx(16.5 / 0.11, rel=0.15)
 
 
 def test_a_fault_of_a_target_is_raised_and_no_result() -> None:

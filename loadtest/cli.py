@@ -1,0 +1,56 @@
+"""The commands of `python -m loadtest`. Modules behind a command load when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from loadtest import report_command, run_command
+
+OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 5, 130
+
+app = typer.Typer(
+    name="loadtest",
+    help="Send a load to a cluster, or to any OpenAI-compatible server, and judge what it does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run_command.run)
+app.command("replay")(run_command.replay)
+app.command("scenarios")(run_command.scenarios)
+app.command("report")(report_command.report)
+
+
+def main() -> None:
+    """Run the command; faults people can mend end with one line, not a traceback."""
+    sys.exit(run())
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run with the given arguments and return the exit status."""
+    from loadtest.target import TargetUnusable
+    from services.common.errors import ConfigError
+
+    try:
+        result = app(arguments, standalone_mode=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ConfigError as error:
+        typer.echo(f"loadtest: {error}", err=True)
+        return USAGE
+    except TargetUnusable as error:
+        typer.echo(f"loadtest: {error}", err=True)
+        return UNREACHABLE
+    except typer.Abort:
+        return INTERRUPTED
+    except typer.Exit as error:
+        return int(error.exit_code)
+    except Exception as error:
+        show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
+        if not (callable(show) and isinstance(code, int)):
+            raise
+        show()  # a wrong flag
+        return code
+    return result if isinstance(result, int) else OK

@@ -1,0 +1,102 @@
+"""Flags the commands share, and what they mean together."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadtest.http_target import Api
+from loadtest.launch import TargetSpec
+from loadtest.scenario import Scenario, load_scenario
+from services.common.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "scenarios"
+
+
+class ApiName(StrEnum):
+    """Which part of OpenAI's API an HTTP target is asked by."""
+
+    chat = "chat"
+    completions = "completions"
+
+
+ScenarioName = Annotated[
+    str,
+    typer.Argument(help="A YAML file, or the name of a shipped scenario.", show_default=False),
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        envvar="ISTHMUS_LOADTEST_TARGET",
+        help="grpc[s]://HOST:PORT of a router, or http[s]://HOST:PORT[/PATH] of any "
+        "OpenAI-compatible server.",
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Run the scenario's short form, which fits a laptop.")
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(min=1e-6, help="Mean rate of sessions a second, instead of the scenario's."),
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's.")]
+AskedBy = Annotated[ApiName, typer.Option(help="What an HTTP target is asked by.")]
+Model = Annotated[str, typer.Option(help="Model to ask for; default: the first one served.")]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(
+        min=2, help="Send token ids below this to /v1/completions; default: words everywhere."
+    ),
+]
+CaFile = Annotated[
+    Path | None, typer.Option(help="Authority of the target's certificate, PEM; turns TLS on.")
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File that holds the API key; default: the variable ISTHMUS_API_KEY."),
+]
+Out = Annotated[Path, typer.Option(help="Directory that gets a directory for each result.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the scenarios that come with the program."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def find_scenario(name: str) -> Path:
+    """Return a scenario's file; ConfigError names those that are shipped."""
+    for path in (Path(name), SHIPPED / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = ", ".join(shipped_names())
+    raise ConfigError(f"there is no scenario {name}: give a YAML file, or one of {known}")
+
+
+def read_scenario(
+    name: str, *, quick: bool, rate: float | None, seed: int | None
+) -> tuple[Scenario, Path]:
+    """Read a scenario with what flags change, and the directory its files are beside."""
+    path = find_scenario(name)
+    scenario = load_scenario(path, quick=quick)
+    if seed is not None:
+        scenario = scenario.model_copy(update={"seed": seed})
+    if rate is not None:
+        scenario = scenario.at_rate(rate)
+    return scenario, path.parent
+
+
+def spec_of(
+    target: str,
+    api: ApiName,
+    model: str,
+    vocab_size: int | None,
+    ca_file: Path | None,
+    key_file: Path | None,
+) -> TargetSpec:
+    """Put the flags of a target together."""
+    kind: Api = "chat" if api is ApiName.chat else "completions"
+    return TargetSpec(target, kind, model, vocab_size, ca_file, key_file)

@@ -1,0 +1,149 @@
+"""`run` and `replay`: one load, one result. `scenarios`: what can be run by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loadtest import options
+from loadtest.launch import TargetSpec, Watch, run_scenario
+from loadtest.scenario import Scenario, load_scenario, parse_scenario
+from services.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loadtest.runner import Runner
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+_BAD_VERDICTS = ("FAILED", "CLIENT_BOUND")
+RESULTS = Path("results")
+
+Attain = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="End with 1 when fewer requests kept the SLO than this share."),
+]
+
+
+def run(
+    scenario: options.ScenarioName,
+    target: options.Target,
+    quick: options.Quick = False,
+    rate: options.Rate = None,
+    seed: options.Seed = None,
+    api: options.AskedBy = options.ApiName.chat,
+    model: options.Model = "",
+    vocab_size: options.VocabSize = None,
+    ca_file: options.CaFile = None,
+    api_key_file: options.ApiKeyFile = None,
+    attain: Attain = None,
+    out: options.Out = RESULTS,
+    json: options.Json = False,
+) -> int:
+    """Run a scenario; Ctrl-C ends it with what there is."""
+    found, base = options.read_scenario(scenario, quick=quick, rate=rate, seed=seed)
+    spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
+    return _run(found, base, spec, attain, out, json=json)
+
+
+def replay(
+    trace: Annotated[
+        Path,
+        typer.Argument(help="Requests in the form of Mooncake (.jsonl) or Azure (.csv), or .gz."),
+    ],
+    target: options.Target,
+    speedup: Annotated[float, typer.Option(min=1e-6, help="So many times as fast.")] = 1.0,
+    from_s: Annotated[float, typer.Option(min=0, help="Begin at this time of the trace.")] = 0.0,
+    to_s: Annotated[
+        float | None, typer.Option(min=0, help="End at this time; default: the trace's end.")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(min=1e-6, max=1, help="Lengths times this, for a small model.")
+    ] = 1.0,
+    max_isl: Annotated[int, typer.Option(min=1, help="Leave out longer prompts.")] = 1 << 20,
+    max_osl: Annotated[int, typer.Option(min=1, help="Cut answers to this length.")] = 1 << 20,
+    ttft_s: Annotated[float | None, typer.Option(min=0, help="SLO of the first token.")] = None,
+    tpot_s: Annotated[float | None, typer.Option(min=0, help="SLO of each token after.")] = None,
+    seed: options.Seed = 0,
+    api: options.AskedBy = options.ApiName.chat,
+    model: options.Model = "",
+    vocab_size: options.VocabSize = None,
+    ca_file: options.CaFile = None,
+    api_key_file: options.ApiKeyFile = None,
+    attain: Attain = None,
+    out: options.Out = RESULTS,
+    json: options.Json = False,
+) -> int:
+    """Replay a recorded trace: its instants, its lengths, and what its prompts share."""
+    values: dict[str, Any] = {
+        "name": "replay",
+        "description": trace.name,
+        "arrivals": {"kind": "trace", "speedup": speedup, "from_s": from_s, "to_s": to_s},
+        "workload": {
+            "kind": _kind_of(trace),
+            "file": trace.name,
+            "scale": scale,
+            "max_isl": max_isl,
+            "max_osl": max_osl,
+        },
+        "slo": {"ttft_s": ttft_s, "tpot_s": tpot_s},
+        "seed": seed,
+        "budget_s": 7 * 86_400.0,
+    }
+    spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
+    return _run(parse_scenario(values, "replay"), trace.parent, spec, attain, out, json=json)
+
+
+def scenarios() -> None:
+    """List the scenarios that can be run by name."""
+    for name in options.shipped_names():
+        typer.echo(f"{name:<10} {load_scenario(options.find_scenario(name)).description}")
+
+
+def _kind_of(trace: Path) -> str:
+    suffixes = trace.name.removesuffix(".gz")
+    if suffixes.endswith(".jsonl"):
+        return "mooncake"
+    if suffixes.endswith(".csv"):
+        return "azure"
+    raise ConfigError(f"{trace}: neither .jsonl (Mooncake) nor .csv (Azure), plain or .gz")
+
+
+def _run(
+    scenario: Scenario, base: Path, spec: TargetSpec, attain: float | None, out: Path, *, json: bool
+) -> int:
+    from loadtest.analysis import Origin, analyse
+    from loadtest.outputs import save_run
+    from loadtest.schedule import ideal_hit_ratio
+    from loadtest.summary import summary
+    from services.common.machine import machine
+
+    log = run_scenario(scenario, base, spec, _watch(scenario))
+    here = asdict(machine())
+    origin = Origin(here, here.pop("commit"))
+    ideal = ideal_hit_ratio(scenario, base)
+    result = analyse(log, scenario, origin, ideal_hit_ratio=ideal)
+    directory = save_run(out, result, log.records)
+    typer.echo(result.model_dump_json(indent=1) if json else summary(result))
+    typer.echo(f"written to {directory}", err=True)
+    if log.is_interrupted:
+        return INTERRUPTED
+    is_met = attain is None or (result.attainment and result.attainment.value >= attain)
+    return OK if is_met and result.verdict not in _BAD_VERDICTS else FAILED
+
+
+def _watch(scenario: Scenario) -> Watch:
+    from loadtest.panel import LiveState, Meter, watch
+
+    phases = scenario.phases
+    meter = Meter(scenario.name, scenario.slo if scenario.slo.has_limits else None, phases.end_s)
+
+    async def show(runner: Runner) -> None:
+        def look() -> LiveState:
+            now_s = runner.clock()
+            return meter.look(now_s, phases.at(now_s), runner.log.records)
+
+        await watch(look)
+
+    return show
