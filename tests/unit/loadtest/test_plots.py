@@ -72,6 +72,7 @@ def test_an_axis_is_logarithmic_only_where_values_are_positive_and_far_apart() -
         ("hit_share", 1.0, "100 %"),
         ("migrations", 1234.0, "1234"),
         ("api_usd", 0.310, "$0.31"),
+        ("usd_per_m_good", 0.104, "$0.104"),
     ],
 )
 def test_figures_are_written_in_the_unit_of_their_name(name: str, value: float, told: str) -> None:
