@@ -154,8 +154,10 @@ def _times(state: LiveState) -> str:
     if not state.total_s:
         return numbers.seconds_axis(round(state.at_s))
     now, total = round(state.at_s), round(state.total_s)
-    left = f"{numbers.seconds_axis(total - now)} left" if now < total else "waiting for the last"
-    return f"{numbers.seconds_axis(now)} of {numbers.seconds_axis(total)}, {left}"
+    if now >= total:
+        return f"{numbers.seconds_axis(now)}, waiting for the last"
+    left = numbers.seconds_axis(total - now)
+    return f"{numbers.seconds_axis(now)} of {numbers.seconds_axis(total)}, {left} left"
 
 
 def rows_of(state: LiveState) -> list[tuple[str, str]]:
@@ -166,7 +168,7 @@ def rows_of(state: LiveState) -> list[tuple[str, str]]:
         ("rate", f"{offered}/s offered, {achieved}/s answered"),
         ("requests", f"{state.in_flight} in flight, {state.num_ended} ended, {failed}"),
     ]
-    if state.ttft_p50_ms is not None:
+    if state.ttft_greatest_ms is not None:
         rows.append(("TTFT", _ttft(state)))
     if state.attainment is not None:
         rows.append(("SLO", f"{numbers.percent(state.attainment)} within"))

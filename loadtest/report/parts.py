@@ -179,14 +179,24 @@ def distribution_table(caption: str, distributions: Mapping[str, Distribution]) 
     """Make a table of percentiles, one distribution a row."""
     known = {name: d for name, d in distributions.items() if d.count}
     shares = sorted({p.share for d in known.values() for p in d.percentiles})
-    rows = []
-    for name, distribution in known.items():
-        told = by_share(distribution)
-        cells = [percentile_cell(name, told[share]) if share in told else NONE for share in shares]
-        ends = [optional(name, distribution.mean), *cells, optional(name, distribution.maximum)]
-        rows.append([numbers.title_of(name), f"{distribution.count:,}", *ends])
-    headers = ["", "count", "mean", *(share_name(share) for share in shares), "greatest"]
+    borne = [s for s in shares if any(_is_borne(d, s) for d in known.values())]
+    if left_out := [share_name(share) for share in shares if share not in borne]:
+        caption += f" (too few requests for {', '.join(left_out)})"
+    rows = [_distribution_row(name, found, borne) for name, found in known.items()]
+    headers = ["", "count", "mean", *(share_name(share) for share in borne), "greatest"]
     return table(caption, headers, rows)
+
+
+def _is_borne(found: Distribution, share: float) -> bool:
+    percentile = by_share(found).get(share)
+    return percentile is not None and percentile.value is not None
+
+
+def _distribution_row(name: str, found: Distribution, shares: Sequence[float]) -> list[str]:
+    told = by_share(found)
+    cells = [percentile_cell(name, told[share]) if share in told else NONE for share in shares]
+    ends = optional(name, found.mean), optional(name, found.maximum)
+    return [numbers.title_of(name), f"{found.count:,}", ends[0], *cells, ends[1]]
 
 
 def optional(name: str, value: float | None) -> str:

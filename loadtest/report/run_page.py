@@ -21,6 +21,7 @@ from loadtest.report.curves import (
 from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, Tile
 from loadtest.result import Distribution, Group, RunResult, StageBand, TimelinePoint
+from loadtest.ttft_bands import TTFT_STAGES
 
 GOOD_VERDICTS = ("OK",)
 _BAD_VERDICTS = ("FAILED",)
@@ -127,9 +128,18 @@ _LENGTHS = ("isl", "osl")
 
 def _stages(result: RunResult) -> Markup:
     figure = _bands(result.ttft_bands) if result.ttft_bands else Markup()
-    as_ms = {f"{name}_ms": stage for name, stage in result.stages_ms.items()}
+    ordered = sorted(result.stages_ms.items(), key=lambda stage: _place(stage[0]))
+    as_ms = {f"{name}_ms": stage for name, stage in ordered}
     told = parts.distribution_table("Stages as the server tells them", as_ms)
     return parts.section("Where the time goes", parts.plots(figure), told)
+
+
+def _place(stage: str) -> int:
+    """Order stages as they happen; unknown ones come last."""
+    return _STAGES.index(stage) if stage in _STAGES else len(_STAGES)
+
+
+_STAGES = (*TTFT_STAGES, "handoff", "queue_decode", "migration", "decode", "unattributed")
 
 
 def _bands(bands: Sequence[StageBand]) -> Markup:
@@ -139,7 +149,7 @@ def _bands(bands: Sequence[StageBand]) -> Markup:
         bars.append(Bar(f"{band.name} ({band.num_requests:,})", split))
     name, longest_ms = max(bars[-1].parts.items(), key=lambda part: part[1])
     told = (
-        f"Means. Of the {bands[-1].name} the longest part is {name}: "
+        f"Means. In the last bar the longest part is {name}: "
         f"{numbers.milliseconds(longest_ms)} of {numbers.milliseconds(bands[-1].ttft_ms)}."
     )
     axis = Axis("time to the first token", numbers.milliseconds)
@@ -154,10 +164,11 @@ def _timeline(result: RunResult) -> Markup:
     if len(points) < _MIN_POINTS:
         return Markup()
     step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(points))
+    has_failed = any(point.failed for point in points)
     rates = [
         _over_time(points, "sent", 1, lambda p: p.sent / step_s),
         _over_time(points, "finished", 3, lambda p: p.finished / step_s),
-        _over_time(points, "failed", 2, lambda p: p.failed / step_s),
+        _over_time(points, "failed", 2, lambda p: p.failed / step_s if has_failed else None),
     ]
     figures = [
         _time_plot("Requests a second", "requests/s", rates),

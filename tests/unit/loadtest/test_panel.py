@@ -96,7 +96,7 @@ def test_what_is_not_known_is_not_told() -> None:
         "warmup 0 s: rate 0/s offered, 0/s answered; requests 0 in flight, 0 ended, 0 failed"
     )
     late = LiveState("t", "measure", 61.0, total_s=60.0)
-    assert "61 s of 60 s, waiting for the last" in plain_line(late)
+    assert "61 s, waiting for the last" in plain_line(late)
 
 
 def test_the_panel_shows_names_as_they_are() -> None:
