@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from services.sim.trials import Trial
 
 _GIB = 1 << 30
+_KEPT = {"meets": "kept", "unresolved": "not certain", "fails": "not kept"}
 
 
 def sizing_lines(question: Question, sizing: Sizing, memory: WorkerMemory | None) -> Iterator[str]:
@@ -47,7 +48,7 @@ def sizing_json(
         "two_pools": None if sizing.two_pools is None else _option_json(sizing.two_pools),
         "one_pool": None if sizing.one_pool is None else _option_json(sizing.one_pool),
         "is_complete": sizing.is_complete,
-        "num_trials": sizing.num_trials,
+        "tried": [_tried_json(trial, question) for trial in sizing.tried],
     }
 
 
@@ -67,8 +68,7 @@ def _option_lines(title: str, option: Option) -> Iterator[str]:
     if limit is not None:
         yield f"  limit         {limit.limit}: {limit.size}: {limit.attainment:.3f}"
     if option.busier is not None:
-        keeps = "kept" if option.busier.outcome == "meets" else "not kept"
-        yield f"  +20 % load    {keeps}: {_attained(option.busier)}"
+        yield f"  +20 % load    {_KEPT[option.busier.outcome]}: {_attained(option.busier)}"
 
 
 def _assumed_lines(
@@ -93,7 +93,8 @@ def _assumed_lines(
 def _attained(trial: Trial) -> str:
     low, high = trial.bounds
     runs = ", ".join(f"{share:.3f}" for share in trial.by_run)
-    return f"{trial.attainment:.3f} (95 % interval {low:.3f} to {high:.3f}; runs {runs})"
+    met = f"{trial.runs_met} of {len(trial.by_run)} runs alone: {runs}"
+    return f"{trial.attainment:.3f} (95 % interval {low:.3f} to {high:.3f}; {met})"
 
 
 def _allocated(cost: CostReport) -> str:
@@ -137,6 +138,11 @@ def _option_json(option: Option) -> dict[str, object]:
     }
 
 
+def _tried_json(trial: Trial, question: Question) -> dict[str, object]:
+    usd_per_h = trial.size.usd_per_h(question.prices)
+    return asdict(trial.size) | {"usd_per_h": usd_per_h} | _trial_json(trial)
+
+
 def _trial_json(trial: Trial) -> dict[str, object]:
     low, high = trial.bounds
     return {
@@ -146,6 +152,7 @@ def _trial_json(trial: Trial) -> dict[str, object]:
         "low": low,
         "high": high,
         "by_run": list(trial.by_run),
+        "runs_met": trial.runs_met,
         "by_end": trial.by_end,
         "num_requests": trial.num_requests,
         "num_late": trial.num_late,

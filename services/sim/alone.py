@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import ConfigError
@@ -50,23 +50,27 @@ def each_alone(workload: Workload, model: PerformanceModel) -> Iterator[Alone]:
         seen.update(arrival.units)
 
 
-def check_reach(workload: Workload, model: PerformanceModel, slo: Slo) -> float:
+def check_reach(loads: Sequence[Workload], model: PerformanceModel, slo: Slo) -> float:
     """Return the share of requests that no cluster can serve well; refuse a target it forbids.
 
     Raises:
         ConfigError: it names some of them.
     """
-    found = ((alone, alone.why_not(model, slo)) for alone in each_alone(workload, model))
-    missed = [(alone, why) for alone, why in found if why is not None]
-    total = len(workload.arrivals)
+    missed = [
+        (alone, load.name, why)
+        for load in loads
+        for alone in each_alone(load, model)
+        if (why := alone.why_not(model, slo)) is not None
+    ]
+    total = sum(len(load.arrivals) for load in loads)
     if total - len(missed) >= slo.attain * total:
         return len(missed) / total
     shown = "; ".join(
-        f"request {alone.number} ({alone.arrival.num_tokens} tokens): {why}"
-        for alone, why in sorted(missed, key=lambda m: -m[0].uncached_tokens)[:_SHOWN]
+        f"request {alone.number} of {name} ({alone.arrival.num_tokens} tokens): {why}"
+        for alone, name, why in sorted(missed, key=lambda m: -m[0].uncached_tokens)[:_SHOWN]
     )
     raise ConfigError(
         f"no cluster of such workers can keep TTFT {slo.ttft_s:g} s and TPOT "
-        f"{slo.tpot_s * 1e3:g} ms for {slo.attain:.0%} of {workload.name}: {len(missed)} of "
-        f"{total} requests miss them on an idle worker that has cached all it could: {shown}"
+        f"{slo.tpot_s * 1e3:g} ms for {slo.attain:.0%} of requests: {len(missed)} of {total} miss "
+        f"them on an idle worker that has cached all it could: {shown}"
     )

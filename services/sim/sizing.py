@@ -1,8 +1,8 @@
 """How many workers meet an SLO at the least cost: two pools, one pool, and which of them. Pure.
 
 Every size is tried in the simulator on several runs, and counts as enough only when the interval of
-its attainment is above the target and no run is below. The least one of each kind is tried again on
-runs it was not chosen by, and grows where those say so.
+its attainment is above the target. The least one of each kind is tried again on runs it was not
+chosen by, and grows where those say so.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Sizing:
     verdict: Verdict
     out_of_reach: float  # share of requests that miss the SLO on idle workers
     is_complete: bool  # False: time ran out, so a cheaper size may do
-    num_trials: int
+    tried: tuple[Trial, ...]  # on the runs that sizes are chosen by
 
 
 def size_cluster(
@@ -94,8 +94,10 @@ def size_cluster(
     Raises:
         ConfigError: an SLO that too many requests miss on idle workers.
     """
-    workloads = [run.workload for run in question.runs]
-    missed = max(check_reach(load, question.model, question.slo) for load in workloads)
+    missed = max(
+        check_reach([run.workload for run in runs], question.model, question.slo)
+        for runs in (question.runs, question.check_runs)
+    )
     search = _Search(question, clock, clock.now() + budget_s, tell)
     # The shorter search first: without it the other's answer cannot be compared.
     one, two = search.one_pool(), search.two_pools()
@@ -105,7 +107,7 @@ def size_cluster(
         verdict = Verdict(
             None, 0.0, f"no verdict: {budget_s:g} s were too short to find both kinds"
         )
-    return Sizing(two, one, verdict, missed, search.is_complete, search.num_trials)
+    return Sizing(two, one, verdict, missed, search.is_complete, search.tried)
 
 
 class _Search:
@@ -124,9 +126,9 @@ class _Search:
         self._busier = trials(busier, "at more load")
 
     @property
-    def num_trials(self) -> int:
-        """Sizes that were tried, on whatever runs."""
-        return sum(len(t.tried) for t in (self._trials, self._checks, self._busier))
+    def tried(self) -> tuple[Trial, ...]:
+        """Everything that was tried on the runs that sizes are chosen by."""
+        return tuple(self._trials.tried.values())
 
     def two_pools(self) -> Option | None:
         """Find the cheapest two pools."""

@@ -62,7 +62,7 @@ def test_json_holds_the_same_with_other_prices_and_memory(
         (("--workload", "fixed:1,2,nan"), "above 0"),
         (("--workload", "lognormal:1,2,3,9"), "SIGMA"),
         (("--workload", "fixed:9,2,3", "--memory-gib", "3"), "go together"),
-        (("--workload", "fixed:60000,2,3"), "request 0 (60000 tokens)"),
+        (("--workload", "fixed:60000,2,3"), "(60000 tokens)"),
         (("--workload", "fixed:9,2,3", "--model-file", "none.json"), "none.json"),
         (("--workload", "fixed:9,2,3", "--prices", "none.yaml"), "none.yaml"),
         (("--trace", "bad.jsonl"), "line 1 of bad.jsonl"),
