@@ -11,16 +11,21 @@ from services.sim.cluster import ClusterSpec
 from services.sim.placement import OURS, UNDISPLACED
 from services.sim.report import SimReport
 from services.sim.workload import Workload
-from services.sim.world import World
+from services.sim.world import Follow, World, nothing_follows
 
 
 def simulate(
-    workload: Workload, spec: ClusterSpec, *, policy: str = OURS, seed: int = 0
+    workload: Workload,
+    spec: ClusterSpec,
+    *,
+    policy: str = OURS,
+    seed: int = 0,
+    follow: Follow = nothing_follows,
 ) -> SimReport:
     """Run a load through a cluster in virtual time; equal arguments give equal reports."""
     # Displacement and shared state are what is ours; a plain cost has neither.
     config = PolicyConfig() if policy == OURS else PolicyConfig(displacement=0.0)
-    world = World(workload, spec, OURS if policy == UNDISPLACED else policy, config, seed)
+    world = World(workload, spec, OURS if policy == UNDISPLACED else policy, config, seed, follow)
     with _no_collection():
         world.run()
     return world.report()

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeAlias
 
 from services.common.ids import BlockHash, WorkerId
 from services.kv.layout import HINT_STRIDE_BLOCKS
@@ -55,6 +56,16 @@ MAX_EVENTS = 50_000_000
 LEASE_MS = 1 << 40  # nobody dies here, so idle workers need not renew
 _NOTHING = HintChange((), ())
 
+Follow: TypeAlias = Callable[[int, float], Sequence[Arrival]]
+"""Says what comes after the end of a request: its number and now in, later arrivals out.
+
+Arrivals are numbered as they become known: those of the workload, then what follows."""
+
+
+def nothing_follows(_number: int, _now_s: float) -> Sequence[Arrival]:
+    """Let every request be alone."""
+    return ()
+
 
 @dataclass(slots=True)
 class World:
@@ -65,6 +76,7 @@ class World:
     rule: str
     config: PolicyConfig
     seed: int = 0
+    follow: Follow = nothing_follows
     requests: list[Request] = field(default_factory=list)
     workers: dict[int, Worker] = field(default_factory=dict)  # by slot
     pool_of: dict[int, str] = field(default_factory=dict)  # by slot
@@ -84,15 +96,17 @@ class World:
     _now: float = 0.0
     _open: dict[int, Request] = field(default_factory=dict)
     _to_come: int = 0
+    _num_arrivals: int = 0
+    _rng: random.Random = field(default_factory=random.Random)  # which router a request meets
     _usual_mode: str = REMOTE
     _lines: Lines = field(default_factory=Lines)
 
     def run(self) -> None:
         """Simulate until every answer is complete."""
         self._build()
-        rng = random.Random(self.seed)
+        self._rng = random.Random(self.seed)
         for at, group in groupby(self.workload.arrivals, key=lambda a: a.at_s):
-            self._arrive_at(at, list(group), rng)
+            self._arrive_at(at, list(group))
         self._at(HOLD_EVERY_S, self._keep)
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
@@ -271,12 +285,13 @@ class World:
 
     # -- a request ---------------------------------------------------------------------------
 
-    def _arrive_at(self, at: float, arrivals: Sequence[Arrival], rng: random.Random) -> None:
+    def _arrive_at(self, at: float, arrivals: Sequence[Arrival]) -> None:
         """Give each prompt to a replica; those of one instant and replica are decided together."""
         batches: dict[int, list[tuple[int, Arrival]]] = {}
         for arrival in arrivals:
-            router = rng.randrange(self.spec.num_routers)
-            batches.setdefault(router, []).append((self._to_come, arrival))
+            router = self._rng.randrange(self.spec.num_routers)
+            batches.setdefault(router, []).append((self._num_arrivals, arrival))
+            self._num_arrivals += 1
             self._to_come += 1
         for router, batch in batches.items():
             self._at(at, lambda r=router, b=batch: self._arrive(r, b))  # type: ignore[misc]
@@ -399,6 +414,8 @@ class World:
             self._lengths[request.router].note(
                 request.facts.max_tokens, request.arrival.output_tokens, self._now
             )
+        for arrival in self.follow(request.number, self._now):
+            self._arrive_at(arrival.at_s, [arrival])
 
     def _lies(self, request: Request) -> bytes:
         """Hints that the worker did not honour, as the router finds them."""
