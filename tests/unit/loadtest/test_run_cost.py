@@ -1,0 +1,85 @@
+"""A run priced by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.records import RequestRecord, Status
+from loadtest.run_cost import parse_workers, run_cost
+from loadtest.run_log import RunLog
+from loadtest.slo import Slo
+from loadtest.target import TargetFacts
+from services.common.errors import ConfigError
+from services.sim.prices import PoolPrices, Prices
+from tests.support.load_records import make_record
+
+SLO = Slo(ttft_s=0.5)
+PRICES = Prices(prefill=PoolPrices(rent_per_gpu_h=3.6), decode=PoolPrices(rent_per_gpu_h=7.2))
+
+
+def _record(number: int, due_s: float, ttft_s: float = 0.4, **more: object) -> RequestRecord:
+    """100 tokens in and 11 out; prefill takes 0.2 s, decode the 0.1 s after the first token."""
+    record = make_record(number, due_s, ttft_s)
+    record.stages_ms = {"prefill": 200.0, "decode": 100.0}
+    record.prefill_worker, record.decode_worker = "p0", "d0"
+    for name, value in more.items():
+        setattr(record, name, value)
+    return record
+
+
+def _log(*records: RequestRecord) -> RunLog:
+    facts = TargetFacts("grpc", "127.0.0.1:1")
+    return RunLog(facts, "2026-01-01T00:00:00Z", list(records), duration_s=10.0)
+
+
+def test_workers_cost_their_time_whether_or_not_they_were_busy() -> None:
+    """A tenth of a cent a second for prefill, two for decode; the second request is late."""
+    log = _log(_record(0, 1.0), _record(1, 5.0, ttft_s=0.7))
+    cost = run_cost(log, SLO, PRICES, parse_workers("prefill=1,decode=2"))
+    assert cost["total_usd"] == pytest.approx(10 * 0.001 + 20 * 0.002)
+    assert cost["used_usd"] == pytest.approx(0.4 * 0.001 + 0.2 * 0.002)
+    assert cost["per_m_allocated"] == pytest.approx(0.05 / 222 * 1e6)
+    assert cost["per_m_good"] == pytest.approx(0.05 / 111 * 1e6)
+    assert [(pool["role"], pool["total_usd"]) for pool in cost["pools"]] == [
+        ("prefill", pytest.approx(0.01)),
+        ("decode", pytest.approx(0.04)),
+    ]
+
+
+def test_time_that_requests_share_is_busy_once() -> None:
+    apart = run_cost(_log(_record(0, 1.0), _record(1, 5.0)), SLO, PRICES, None)
+    together = run_cost(_log(_record(0, 1.0), _record(1, 1.1)), SLO, PRICES, None)
+    assert apart["used_usd"] == pytest.approx(0.4 * 0.001 + 0.2 * 0.002)
+    assert together["used_usd"] == pytest.approx(0.3 * 0.001 + 0.2 * 0.002)
+
+
+def test_without_a_prefill_pool_workers_do_both() -> None:
+    log = _log(_record(0, 1.0, prefill_worker="", mode="LOCAL"))
+    cost = run_cost(log, SLO, Prices(), None)
+    assert [pool["role"] for pool in cost["pools"]] == ["aggregated"]
+    assert cost["pools"][0]["prefill_usd"] > cost["pools"][0]["decode_usd"] > 0
+
+
+def test_tenants_pay_the_whole_between_them_and_failures_are_not_served() -> None:
+    lost = _record(2, 3.0, tenant="b", status=Status.ERROR)
+    log = _log(_record(0, 1.0, tenant="a"), _record(1, 2.0, tenant="b"), lost)
+    cost = run_cost(log, SLO, PRICES, None)
+    assert sum(tenant["micro_usd"] for tenant in cost["tenants"]) == round(cost["total_usd"] * 1e6)
+    assert cost["per_m_allocated"] == pytest.approx(0.03 / 222 * 1e6)
+
+
+@pytest.mark.parametrize("text", ["", "prefill", "prefill=0", "prefill=two", "gpu=1", "decode=1,"])
+def test_workers_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="say it like prefill=2,decode=4"):
+        parse_workers(text)
+
+
+def test_more_workers_than_said_or_none_told_is_refused() -> None:
+    log = _log(_record(0, 1.0), _record(1, 5.0, decode_worker="d1"))
+    with pytest.raises(ConfigError, match="says 1 decode, but 2 served"):
+        run_cost(log, SLO, PRICES, parse_workers("prefill=1,decode=1"))
+    silent = _log(_record(0, 1.0, prefill_worker="", decode_worker=""))
+    with pytest.raises(ConfigError, match="give --workers"):
+        run_cost(silent, SLO, PRICES, None)
+    told = run_cost(silent, SLO, PRICES, parse_workers("aggregated=2"))
+    assert told["total_usd"] > 0
