@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from loadtest.http_target import Api
 from loadtest.launch import TargetSpec
 from loadtest.scenario import Scenario, load_scenario
 from services.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loadtest.run_cost import Pricing
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
@@ -58,6 +61,17 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File that holds the API key; default: the variable ISTHMUS_API_KEY."),
 ]
+PriceFile = Annotated[
+    Path | None,
+    typer.Option("--prices", help="Price file (loadtest/cost.yaml): tell what the run cost."),
+]
+WorkersText = Annotated[
+    str,
+    typer.Option(
+        "--workers",
+        help="What was provisioned, such as prefill=2,decode=4; default: those that served.",
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Directory that gets a directory for each result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -87,6 +101,18 @@ def read_scenario(
     if rate is not None:
         scenario = scenario.at_rate(rate)
     return scenario, path.parent
+
+
+def pricing_of(file: Path | None, workers: str) -> Pricing | None:
+    """Read prices before anything is sent; None = the cost is not asked."""
+    if file is None:
+        if workers:
+            raise ConfigError("--workers is for the cost: give --prices, too")
+        return None
+    from loadtest.run_cost import Pricing, parse_workers
+    from services.sim.prices import read_prices
+
+    return Pricing(read_prices(file), parse_workers(workers) if workers else None)
 
 
 def spec_of(

@@ -14,6 +14,9 @@ from loadtest.scenario import Scenario, load_scenario, parse_scenario
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loadtest.result import RunResult
+    from loadtest.run_cost import Pricing
+    from loadtest.run_log import RunLog
     from loadtest.runner import Runner
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -38,13 +41,16 @@ def run(
     ca_file: options.CaFile = None,
     api_key_file: options.ApiKeyFile = None,
     attain: Attain = None,
+    prices: options.PriceFile = None,
+    workers: options.WorkersText = "",
     out: options.Out = RESULTS,
     json: options.Json = False,
 ) -> int:
     """Run a scenario; Ctrl-C ends it with what there is."""
     found, base = options.read_scenario(scenario, quick=quick, rate=rate, seed=seed)
     spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
-    return _run(found, base, spec, attain, out, json=json)
+    pricing = options.pricing_of(prices, workers)
+    return _run(found, base, spec, attain, pricing, out, json=json)
 
 
 def replay(
@@ -72,6 +78,8 @@ def replay(
     ca_file: options.CaFile = None,
     api_key_file: options.ApiKeyFile = None,
     attain: Attain = None,
+    prices: options.PriceFile = None,
+    workers: options.WorkersText = "",
     out: options.Out = RESULTS,
     json: options.Json = False,
 ) -> int:
@@ -92,7 +100,9 @@ def replay(
         "budget_s": 7 * 86_400.0,
     }
     spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
-    return _run(parse_scenario(values, "replay"), trace.parent, spec, attain, out, json=json)
+    pricing = options.pricing_of(prices, workers)
+    found = parse_scenario(values, "replay")
+    return _run(found, trace.parent, spec, attain, pricing, out, json=json)
 
 
 def scenarios() -> None:
@@ -111,7 +121,14 @@ def _kind_of(trace: Path) -> str:
 
 
 def _run(
-    scenario: Scenario, base: Path, spec: TargetSpec, attain: float | None, out: Path, *, json: bool
+    scenario: Scenario,
+    base: Path,
+    spec: TargetSpec,
+    attain: float | None,
+    pricing: Pricing | None,
+    out: Path,
+    *,
+    json: bool,
 ) -> int:
     from loadtest.analysis import Origin, analyse
     from loadtest.outputs import save_run
@@ -124,6 +141,8 @@ def _run(
     origin = Origin(here, here.pop("commit"))
     ideal = ideal_hit_ratio(scenario, base)
     result = analyse(log, scenario, origin, ideal_hit_ratio=ideal)
+    if pricing is not None:
+        result = priced(result, log, scenario, pricing)
     directory = save_run(out, result, log.records)
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
     typer.echo(f"written to {directory}", err=True)
@@ -131,6 +150,18 @@ def _run(
         return INTERRUPTED
     is_met = attain is None or (result.attainment and result.attainment.value >= attain)
     return OK if is_met and result.verdict not in _BAD_VERDICTS else FAILED
+
+
+def priced(result: RunResult, log: RunLog, scenario: Scenario, pricing: Pricing) -> RunResult:
+    """Add the cost; where it cannot be told the run is kept, and says why."""
+    from loadtest.run_cost import run_cost
+
+    try:
+        return result.model_copy(update={"cost": run_cost(log, scenario.slo, pricing)})
+    except ConfigError as error:
+        note = f"there is no cost: {error}"
+        typer.echo(f"warning: {note}", err=True)
+        return result.model_copy(update={"notes": (*result.notes, note)})
 
 
 def _watch(scenario: Scenario) -> Watch:

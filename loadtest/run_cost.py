@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from loadtest.records import RequestRecord, Status
@@ -25,6 +25,14 @@ _VIOLATED = (Status.OK, Status.ERROR, Status.TIMEOUT)  # if not good
 Workers = Mapping[Role, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What things cost, and how many workers there were; None = those that a request ran on."""
+
+    prices: Prices
+    workers: Workers | None = None
+
+
 def parse_workers(text: str) -> Workers:
     """Read `prefill=2,decode=4` or `aggregated=3`."""
     workers: dict[Role, int] = {}
@@ -38,12 +46,13 @@ def parse_workers(text: str) -> Workers:
 
 
 # Any: as JSON has it.
-def run_cost(log: RunLog, slo: Slo, prices: Prices, workers: Workers | None) -> dict[str, Any]:
-    """Price a run; without `workers` those that a request ran on are all there were.
+def run_cost(log: RunLog, slo: Slo, pricing: Pricing) -> dict[str, Any]:
+    """Price a run.
 
     Raises:
         ConfigError: more workers served than there are said to be, or nothing tells of any.
     """
+    workers = pricing.workers
     spans = _spans_by_worker(log.records)
     served = _served(log.records, workers)
     pools = [_pool(role, names, spans, workers, log) for role, names in served.items()]
@@ -58,7 +67,7 @@ def run_cost(log: RunLog, slo: Slo, prices: Prices, workers: Workers | None) -> 
         num_violated=len(bad),
         num_refused=refused,
     )
-    return _as_facts(cost_of(usage, prices))
+    return _as_facts(cost_of(usage, pricing.prices))
 
 
 def _served(records: Sequence[RequestRecord], workers: Workers | None) -> dict[Role, set[str]]:

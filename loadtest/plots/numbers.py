@@ -64,7 +64,7 @@ def seconds_axis(value: float) -> str:
 
 def unit_of(name: str) -> str:
     """The unit a figure's name ends with, as its key in `figure`."""
-    if name.startswith("usd_per_"):
+    if name.startswith("usd_per_"):  # a price, whatever it is for
         return "_usd"
     for ending in ("_ms", "_s", "_rps", "_tok_s", "_share", "_bytes", "_usd"):
         if name.endswith(ending):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from loadtest.analysis import Origin, analyse
+from loadtest.options import pricing_of
 from loadtest.records import RequestRecord, Status
-from loadtest.run_cost import parse_workers, run_cost
+from loadtest.run_command import priced
+from loadtest.run_cost import Pricing, parse_workers, run_cost
 from loadtest.run_log import RunLog
+from loadtest.scenario import parse_scenario
 from loadtest.slo import Slo
 from loadtest.target import TargetFacts
 from services.common.errors import ConfigError
@@ -35,7 +41,7 @@ def _log(*records: RequestRecord) -> RunLog:
 def test_workers_cost_their_time_whether_or_not_they_were_busy() -> None:
     """A tenth of a cent a second for prefill, two for decode; the second request is late."""
     log = _log(_record(0, 1.0), _record(1, 5.0, ttft_s=0.7))
-    cost = run_cost(log, SLO, PRICES, parse_workers("prefill=1,decode=2"))
+    cost = run_cost(log, SLO, Pricing(PRICES, parse_workers("prefill=1,decode=2")))
     assert cost["total_usd"] == pytest.approx(10 * 0.001 + 20 * 0.002)
     assert cost["used_usd"] == pytest.approx(0.4 * 0.001 + 0.2 * 0.002)
     assert cost["per_m_allocated"] == pytest.approx(0.05 / 222 * 1e6)
@@ -47,15 +53,15 @@ def test_workers_cost_their_time_whether_or_not_they_were_busy() -> None:
 
 
 def test_time_that_requests_share_is_busy_once() -> None:
-    apart = run_cost(_log(_record(0, 1.0), _record(1, 5.0)), SLO, PRICES, None)
-    together = run_cost(_log(_record(0, 1.0), _record(1, 1.1)), SLO, PRICES, None)
+    apart = run_cost(_log(_record(0, 1.0), _record(1, 5.0)), SLO, Pricing(PRICES))
+    together = run_cost(_log(_record(0, 1.0), _record(1, 1.1)), SLO, Pricing(PRICES))
     assert apart["used_usd"] == pytest.approx(0.4 * 0.001 + 0.2 * 0.002)
     assert together["used_usd"] == pytest.approx(0.3 * 0.001 + 0.2 * 0.002)
 
 
 def test_without_a_prefill_pool_workers_do_both() -> None:
     log = _log(_record(0, 1.0, prefill_worker="", mode="LOCAL"))
-    cost = run_cost(log, SLO, Prices(), None)
+    cost = run_cost(log, SLO, Pricing(Prices()))
     assert [pool["role"] for pool in cost["pools"]] == ["aggregated"]
     assert cost["pools"][0]["prefill_usd"] > cost["pools"][0]["decode_usd"] > 0
 
@@ -63,7 +69,7 @@ def test_without_a_prefill_pool_workers_do_both() -> None:
 def test_tenants_pay_the_whole_between_them_and_failures_are_not_served() -> None:
     lost = _record(2, 3.0, tenant="b", status=Status.ERROR)
     log = _log(_record(0, 1.0, tenant="a"), _record(1, 2.0, tenant="b"), lost)
-    cost = run_cost(log, SLO, PRICES, None)
+    cost = run_cost(log, SLO, Pricing(PRICES))
     assert sum(tenant["micro_usd"] for tenant in cost["tenants"]) == round(cost["total_usd"] * 1e6)
     assert cost["per_m_allocated"] == pytest.approx(0.03 / 222 * 1e6)
 
@@ -77,9 +83,42 @@ def test_workers_that_cannot_be_are_refused(text: str) -> None:
 def test_more_workers_than_said_or_none_told_is_refused() -> None:
     log = _log(_record(0, 1.0), _record(1, 5.0, decode_worker="d1"))
     with pytest.raises(ConfigError, match="says 1 decode, but 2 served"):
-        run_cost(log, SLO, PRICES, parse_workers("prefill=1,decode=1"))
+        run_cost(log, SLO, Pricing(PRICES, parse_workers("prefill=1,decode=1")))
     silent = _log(_record(0, 1.0, prefill_worker="", decode_worker=""))
     with pytest.raises(ConfigError, match="give --workers"):
-        run_cost(silent, SLO, PRICES, None)
-    told = run_cost(silent, SLO, PRICES, parse_workers("aggregated=2"))
+        run_cost(silent, SLO, Pricing(PRICES))
+    told = run_cost(silent, SLO, Pricing(PRICES, parse_workers("aggregated=2")))
     assert told["total_usd"] > 0
+
+
+def test_prices_are_read_before_anything_is_sent(tmp_path: Path) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text("prefill:\n  rent_per_gpu_h: 9\n")
+    pricing = pricing_of(file, "decode=2")
+    assert pricing is not None
+    assert pricing.prices.prefill.rent_per_gpu_h == 9
+    assert pricing.workers == {"decode": 2}
+    assert pricing_of(None, "") is None
+    with pytest.raises(ConfigError, match="give --prices, too"):
+        pricing_of(None, "decode=2")
+    file.write_text("prefil:\n  rent_per_gpu_h: 9\n")
+    with pytest.raises(ConfigError, match="prefil"):
+        pricing_of(file, "")
+
+
+def test_a_run_that_cannot_be_priced_is_kept_and_says_why() -> None:
+    log = _log(_record(0, 1.0, prefill_worker="", decode_worker=""), _record(1, 2.0))
+    scenario = parse_scenario(
+        {
+            "name": "x",
+            "arrivals": {"kind": "constant", "rate_rps": 1.0},
+            "workload": {"kind": "fixed", "isl": 100, "osl": 11},
+            "phases": {"measure_s": 10.0},
+        },
+        "x",
+    )
+    result = analyse(log, scenario, Origin({}, "abc"))
+    assert priced(result, log, scenario, Pricing(PRICES)).cost is not None
+    refused = priced(result, log, scenario, Pricing(PRICES, {"prefill": 1}))
+    assert refused.cost is None
+    assert refused.notes == ("there is no cost: --workers says 0 decode, but 1 served",)
