@@ -15,6 +15,7 @@ from typing import Protocol
 from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
+from services.registry import cost
 from services.resilience.fair_queue import FairQueue, Waiting
 from services.router.admission import (
     REFUSE,
@@ -39,8 +40,8 @@ from services.router.admission import (
 from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
-from services.router.policy import STAY, Decision, Links, PolicyConfig, choose, expected_tokens
-from services.router.view import ClusterView
+from services.router.policy import Field, Links, PolicyConfig, expected_tokens, lay_out, weigh
+from services.router.view import ClusterView, WorkerView
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -105,6 +106,33 @@ class _Pool:
         """Learn that so many tokens left the queue; a time without workers tells nothing."""
         is_busy = len(self.queue) > 0 and self.stuck_since is None
         self.drain.note(tokens, now, is_busy=is_busy)
+
+
+@dataclass(slots=True)
+class _Look:
+    """The workers at one moment, put into numbers once if anybody has to choose."""
+
+    view: ClusterView
+    links: Links
+    policy: PolicyConfig
+    _arena: Field | None = None
+
+    def guess(self, progress: Progress) -> _Guess:
+        """Say where a request would start now. Raises RequestError: no_workers."""
+        if self._arena is None:
+            self._arena = lay_out(self.view, self.policy, self.links)
+        facts, arena = progress.facts, self._arena
+        chosen = weigh(facts, self.view, arena, progress.depth, self.policy).chosen
+        # All of it where the terms do not say.
+        uncached = round(chosen.uncached_tokens) or facts.num_tokens
+        return _Guess(arena.workers[chosen.slot], uncached, chosen.kind == cost.STAY)
+
+
+@dataclass(slots=True)
+class _Guess:
+    worker: WorkerView
+    uncached_tokens: int  # to be computed there
+    is_stay: bool  # it would decode there, too
 
 
 class Surroundings(Protocol):
@@ -189,22 +217,23 @@ class Gate:
         Raises:
             RequestError: overloaded, with a time to come back; deadline_exceeded.
         """
-        view = self._around.view()
+        look = self._look()
+        view = look.view
         wish = _wish(progress.call, self._config, self._clock.now())
         if self._starts_anywhere(progress, wish, view):
             return
         progress.depth = hints()
         try:
-            decision = self._choose(progress, view)
+            guess = look.guess(progress)
         except RequestError:
             # Nobody can take it. Who sends it knows what is to be done then, but what came before
             # it goes first.
             if self._may_wait(progress.call, view):
                 await self._wait_for_workers(progress, wish)
             return
-        pool, now = self._pool(decision.worker.role), self._clock.now()
-        entry = _Entry(progress, pool, _uncached(progress, decision))
-        backlog = self._backlog(entry, decision, view)
+        pool, now = self._pool(guess.worker.role), self._clock.now()
+        entry = _Entry(progress, pool, guess.uncached_tokens)
+        backlog = self._backlog(guess, view)
         waiting = self._waiting(entry, now)
         standing = self._standing(entry, waiting, backlog, view)
         admission = admit(wish, standing, self._config)
@@ -370,9 +399,9 @@ class Gate:
         """Let start whoever is next, as long as the workers have room."""
         if not self._by_waiting:
             return
-        view = self._around.view()
+        look = self._look()
         for pool in self._pools.values():
-            while (head := pool.queue.head()) is not None and self._try_start(pool, head, view):
+            while (head := pool.queue.head()) is not None and self._try_start(pool, head, look):
                 pass
 
     def _is_full(self, pool: _Pool, view: ClusterView) -> bool:
@@ -382,13 +411,14 @@ class Gate:
         policy, config = self._policy, self._config
         return bool(workers) and not any(has_room(w, starting, policy, config) for w in workers)
 
-    def _try_start(self, pool: _Pool, head: Waiting, view: ClusterView) -> bool:
+    def _try_start(self, pool: _Pool, head: Waiting, look: _Look) -> bool:
+        view = look.view
         if self._is_full(pool, view):
             pool.unstick(self._clock.now())
             return False  # known without choosing, which takes ten times as long
         entry, enters = self._by_waiting[head], pool
         try:
-            decision = self._choose(entry.progress, view)
+            guess = look.guess(entry.progress)
         except RequestError as error:
             if view.has_suspect:
                 self._keep(pool, error)
@@ -396,11 +426,8 @@ class Gate:
             # Else no worker is left: who sends it says so.
         else:
             pool.unstick(self._clock.now())
-            entry.tokens, enters = (
-                _uncached(entry.progress, decision),
-                self._pool(decision.worker.role),
-            )
-            if not self._backlog(entry, decision, view).has_room:
+            entry.tokens, enters = guess.uncached_tokens, self._pool(guess.worker.role)
+            if not self._backlog(guess, view).has_room:
                 return False
         pool.queue.take(head)
         self._has_waited(entry, head, head.cost)
@@ -438,10 +465,8 @@ class Gate:
 
     # -- what a request would find -----------------------------------------------------------
 
-    def _choose(self, progress: Progress, view: ClusterView) -> Decision:
-        return choose(
-            progress.facts, view, progress.depth, self._policy, links=self._around.links()
-        )
+    def _look(self) -> _Look:
+        return _Look(self._around.view(), self._around.links(), self._policy)
 
     def _starts_anywhere(self, progress: Progress, wish: Wish, view: ClusterView) -> bool:
         """Let a request go that starts whoever is chosen: choosing costs more than all the rest."""
@@ -480,14 +505,11 @@ class Gate:
             queued_at=now,
         )
 
-    def _backlog(self, entry: _Entry, decision: Decision, view: ClusterView) -> Backlog:
-        pool, starting = (
-            view.usable(decision.worker.role),
-            self._pool(decision.worker.role).starting_tokens,
-        )
-        policy, config = self._policy, self._config
-        backlog = backlog_of(decision.worker, pool, entry.tokens, starting, policy, config)
-        if decision.mode != STAY and is_decode_full(view.usable("decode"), config):
+    def _backlog(self, guess: _Guess, view: ClusterView) -> Backlog:
+        worker, policy, config = guess.worker, self._policy, self._config
+        pool, starting = view.usable(worker.role), self._pool(worker.role).starting_tokens
+        backlog = backlog_of(worker, pool, guess.uncached_tokens, starting, policy, config)
+        if not guess.is_stay and is_decode_full(view.usable("decode"), config):
             return replace(backlog, has_room=False)
         return backlog
 
@@ -522,11 +544,6 @@ def _wish(call: GenerateCall, config: AdmissionConfig, now: float) -> Wish:
         slo_ttft_s=call.slo_ttft_ms / 1000 or config.slo_ttft_s,
         slo_tpot_s=call.slo_tpot_ms / 1000 or config.slo_tpot_s,
     )
-
-
-def _uncached(progress: Progress, decision: Decision) -> int:
-    """Prompt tokens to be computed where it starts; all of them where the terms do not say."""
-    return decision.terms[0].uncached_tokens or progress.facts.num_tokens
 
 
 def _overloaded(reason: str, retry_after_s: float) -> RequestError:

@@ -133,11 +133,23 @@ def choose(
         RequestError: no_workers, when no mode (or not the forced one) is possible.
     """
     arena = lay_out(view, config, links)
+    return decision_of(weigh(facts, view, arena, depth, config, exclude), arena, facts)
+
+
+def weigh(
+    facts: RequestFacts,
+    view: ClusterView,
+    arena: Field,
+    depth: Mapping[WorkerId, int],
+    config: PolicyConfig,
+    exclude: frozenset[WorkerId] = frozenset(),
+) -> cost.Verdict:
+    """Choose among workers that are laid out: as `choose`, in the numbers of the cost model."""
     ask = ask_for(facts, config, arena, exclude)
     verdict = cost.decide(arena.weights, ask, _rows(arena, depth), arena.pairs)
     if verdict is None:
         raise _no_workers(facts, view, arena)
-    return decision_of(verdict, arena, facts)
+    return verdict
 
 
 def choose_decode(
