@@ -36,6 +36,7 @@ class PairBook:
     def __init__(self, max_pairs: int = MAX_PAIRS) -> None:
         self._pairs: OrderedDict[Pair, _PairState] = OrderedDict()
         self._max_pairs = max_pairs
+        self._links: Links | None = None  # as told last; None once something has changed
 
     def __len__(self) -> int:
         """Return the number of pairs remembered."""
@@ -46,6 +47,7 @@ class PairBook:
         state = self._pairs.get(pair)
         if state is not None:
             state.breaker.acquire(now)
+            self._links = None
 
     def exchanged(self, pair: Pair, num_tokens: int, handoff_s: float, now: float) -> None:
         """A handoff went well: so many tokens' KV, which kept the client waiting so long."""
@@ -65,9 +67,15 @@ class PairBook:
         """Drop a worker that is gone, or has begun another life."""
         for pair in [p for p in self._pairs if worker_id in p]:
             del self._pairs[pair]
+        self._links = None
 
     def links(self, now: float) -> Links:
         """Return what the policy needs: the usual link, and the pairs that are not usual."""
+        if self._links is None or self._links.broken:  # which of them is so changes with time
+            self._links = self._look(now)
+        return self._links
+
+    def _look(self, now: float) -> Links:
         means = {p: s.token_s.value for p, s in self._pairs.items()}
         known = {p: token_s for p, token_s in means.items() if token_s is not None}
         usual = median(known.values()) if known else 0.0
@@ -76,6 +84,7 @@ class PairBook:
         return Links(usual, unlike, broken)
 
     def _state(self, pair: Pair) -> _PairState:
+        self._links = None
         state = self._pairs.pop(pair, None) or _PairState()
         self._pairs[pair] = state
         if len(self._pairs) > self._max_pairs:
