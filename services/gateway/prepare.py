@@ -154,7 +154,7 @@ class Preparer:
     ) -> npt.NDArray[np.uint32]:
         """Turn a checked prompt into ids of a model."""
         if isinstance(prompt, TokenInput):
-            return check_token_ids(prompt.token_ids, model.vocab_size, param)
+            return prompt.token_ids.astype(np.uint32, copy=False)
         text_model = self._texts[model.name]
         if isinstance(prompt, ChatInput):
             return await self._pool.run(

@@ -61,7 +61,6 @@ def build_call(
     draw_seed: Callable[[], int],
 ) -> GenerateCall:
     """Make the call from a checked spec and its tokens; raise if they do not fit."""
-    check_token_ids(token_ids, model.vocab_size, spec.names.prompt)
     max_tokens = _fit(spec, len(token_ids), limits, model)
     if spec.min_tokens > max_tokens:
         _invalid("min_tokens", f"is {spec.min_tokens}, max_tokens allows {max_tokens}")
