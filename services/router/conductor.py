@@ -48,6 +48,7 @@ MIGRATE_RETRY_S = 0.5  # a worker that could not offer a request is asked again 
 REPORT_WAIT_S = 0.05
 LOOK_AGAIN_S = 0.1  # for a worker, on behalf of those that wait for one
 
+_END = RequestEnd(0, 0, 0)  # its figures are filled in when it is given to the client
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -526,8 +527,7 @@ class Conductor:
         if request.is_settled:
             return
         try:
-            # Its figures are filled in when it is given to the client.
-            request.buffer.put([RequestEnd(0, 0, 0)])
+            request.buffer.put([_END])
         except RequestError as error:
             self.fail(request, error)
             return
