@@ -12,7 +12,14 @@ from services.common.access import GRPC_POLICY, Access, check_scopes, is_open
 from services.common.clock import Clock
 from services.common.errors import IsthmusError
 from services.gateway.auth import Authenticator, Caller
-from services.gateway.grpc_call import AnyContext, AnyHandler, abort, text_metadata
+from services.gateway.grpc_call import (
+    ADMITTED,
+    Admitted,
+    AnyContext,
+    AnyHandler,
+    abort,
+    text_metadata,
+)
 from services.gateway.hooks import GatewayHooks, RequestRecord
 from services.gateway.wire_names import TRAILER_CODE
 
@@ -40,6 +47,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     check_scopes(GRPC_POLICY[method], caller.scopes)
             except IsthmusError as error:
                 return self._refusal(method, error)
+            ADMITTED.set(Admitted(caller, headers))
             if GRPC_POLICY.get(method) is Access.ADMIN:
                 handler = await continuation(handler_call_details)
                 return handler and self._recorded(handler, method, caller)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 
 from services.common.errors import IsthmusError
+from services.gateway.auth import Caller
 from services.gateway.errors import grpc_status, grpc_trailers
 
 # Any: request and response types of whichever RPC.
 AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 AnyHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Admitted(NamedTuple):
+    """What the first interceptor has found out of a call; its handler runs in the same task."""
+
+    caller: Caller
+    metadata: Mapping[str, str]
+
+
+ADMITTED: ContextVar[Admitted] = ContextVar("admitted")
 
 
 async def abort(context: AnyContext, error: IsthmusError) -> NoReturn:

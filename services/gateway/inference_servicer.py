@@ -16,10 +16,10 @@ import numpy.typing as npt
 from services.common.clock import Clock
 from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
-from services.gateway.auth import Authenticator, Caller
+from services.gateway.auth import Caller
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.front_desk import FrontDesk
-from services.gateway.grpc_call import AnyContext, abort, text_metadata
+from services.gateway.grpc_call import ADMITTED, AnyContext, abort
 from services.gateway.grpc_spec import (
     add_choice_end,
     add_request_end,
@@ -73,9 +73,8 @@ class _Progress:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves Generate, ListModels, Tokenize and Detokenize."""
 
-    def __init__(self, desk: FrontDesk, authenticator: Authenticator, hooks: GatewayHooks) -> None:
+    def __init__(self, desk: FrontDesk, hooks: GatewayHooks) -> None:
         self._desk = desk
-        self._authenticator = authenticator
         self._hooks = hooks
         self._clock = desk.clock
         self._limits = desk.config.limits
@@ -140,8 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn text or a chat into ids."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            metadata = text_metadata(context.invocation_metadata())
-            with self._admitted(context, metadata, progress):
+            with self._admitted(context, progress):
                 ids = await self._tokenize(request, progress.received_at, _time_left(context))
         except IsthmusError as error:
             progress.code = error.spec.code
@@ -160,8 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Turn ids into text."""
         progress = _Progress(new_request_id(), self._clock.now())
         try:
-            metadata = text_metadata(context.invocation_metadata())
-            with self._admitted(context, metadata, progress):
+            with self._admitted(context, progress):
                 model = self._desk.preparer.model(request.model)
                 ids = unpack_ids(request.token_ids, "token_ids")
                 text = self._desk.preparer.detokenize(ids, "token_ids", model)
@@ -173,10 +170,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _admitted(
-        self, context: AnyContext, metadata: Mapping[str, str], progress: _Progress
+        self, context: AnyContext, progress: _Progress
     ) -> AbstractContextManager[Verdict]:
         """Let a call in that the interceptor has let through; note whose it is."""
-        caller = self._authenticator.authenticate(metadata)
+        caller = ADMITTED.get().caller
         progress.caller, progress.peer = caller, context.peer()
         return self._desk.accounting.admitted(caller.tenant)
 
@@ -186,11 +183,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: GenerateContext,
         progress: _Progress,
     ) -> None:
-        metadata = text_metadata(context.invocation_metadata())
+        metadata = ADMITTED.get().metadata
         progress.client_request_id = client_id_of(
             request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
         )
-        with self._admitted(context, metadata, progress) as verdict:
+        with self._admitted(context, progress) as verdict:
             self._check_ids(request)
             await context.send_initial_metadata(
                 (*_initial_metadata(request, progress.request_id), *rate_headers(verdict).items())

@@ -102,7 +102,7 @@ class GatewayServer:
         self.desk = FrontDesk(router, preparer, config, clock, self._accounting)
         self.authenticator = Authenticator(config.auth, config.namespaces, clock)
         self.http = HttpDoor(self.desk, self._pool, self.authenticator, hooks)
-        self._inference = InferenceServicer(self.desk, self.authenticator, hooks)
+        self._inference = InferenceServicer(self.desk, hooks)
         self._health = health.aio.HealthServicer()
         self._grpc: grpc.aio.Server | None = None
         self._uvicorn: _HttpServer | None = None
