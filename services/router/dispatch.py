@@ -43,6 +43,7 @@ from services.router.reports import (
     running_request,
 )
 from services.router.request import LogicalRequest, TokenText
+from services.router.route_desk import BUSY_GATHER_S, GATHER_S
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
 from services.runtime.loop_lag import LoopLag
@@ -281,7 +282,8 @@ class Router:
         await self._gate.enter(progress, known)
         if request.is_settled:
             return  # an operator ended it, its deadline passed, or the router stops
-        route = await desk.route(progress.facts, progress.hashes, progress.number)
+        gather_s = BUSY_GATHER_S if self._gate.num_queued else GATHER_S
+        route = await desk.route(progress.facts, progress.hashes, progress.number, gather_s)
         if request.is_settled:
             desk.ended(progress.number)
             return

@@ -43,6 +43,8 @@ log = get_logger(__name__)
 
 # Of many requests, those of this long share a call; one that comes alone does not wait.
 GATHER_S = 0.002
+# Where requests wait for workers, which have more than this in hand, calls can be fewer.
+BUSY_GATHER_S = 0.01
 MAX_BATCH = 16  # decisions of one call: it holds the store for half a millisecond
 LOCAL_FIELDS = 65_536  # prefixes remembered for local mode
 LOCAL_TTL_S = 120
@@ -110,6 +112,8 @@ class RouteDesk:
         self._index: Speculation[WorkerId] = Speculation(LOCAL_FIELDS)
         self._waiting: list[_Waiting] = []
         self._flushed_at = float("-inf")  # by the loop's clock
+        self._flush_handle: asyncio.Handle | None = None
+        self._flush_due = 0.0  # of it
         self._open: dict[str, float] = {}  # reservations -> when they were made or held last
         self._ends: dict[str, bytes] = {}
         self._wake = asyncio.Event()
@@ -118,11 +122,19 @@ class RouteDesk:
     # -- decisions ---------------------------------------------------------------------------
 
     async def route(
-        self, facts: RequestFacts, hashes: Sequence[BlockHash], number: int
+        self,
+        facts: RequestFacts,
+        hashes: Sequence[BlockHash],
+        number: int,
+        gather_s: float = GATHER_S,
     ) -> Route | None:
-        """Let the store decide and reserve; None when it cannot."""
+        """Let the store decide and reserve; None when it cannot.
+
+        Args:
+            gather_s: how long after the last call this one may wait for others to share it.
+        """
         fields = pack_fields(stride_hashes(hashes))
-        decision = await self._ask(facts, fields, frozenset(), self._rid(number), None)
+        decision = await self._ask(facts, fields, frozenset(), self._rid(number), None, gather_s)
         if decision is None:
             return None
         depth = {t.worker_id: t.hint_tokens // STRIDE_TOKENS for t in decision.terms}
@@ -215,23 +227,30 @@ class RouteDesk:
         exclude: frozenset[WorkerId],
         rid: str,
         source: WorkerView | None,
+        gather_s: float = GATHER_S,
     ) -> Decision | None:
         if not self._around.may_ask_store():
             return None
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Decision | None] = loop.create_future()
+        answer: asyncio.Future[Decision | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(facts, fields, exclude, rid, source, answer))
-        if len(self._waiting) == 1:
-            since_s = loop.time() - self._flushed_at
-            if since_s < GATHER_S:
-                loop.call_later(GATHER_S - since_s, self._flush)
-            else:
-                loop.call_soon(self._flush)
+        self._flush_within(gather_s)
         return await answer
+
+    def _flush_within(self, gather_s: float) -> None:
+        loop, due = asyncio.get_running_loop(), self._flushed_at + gather_s
+        if self._flush_handle is not None:
+            if self._flush_due <= due:
+                return
+            self._flush_handle.cancel()
+        self._flush_due = due
+        if due <= loop.time():
+            self._flush_handle = loop.call_soon(self._flush)
+        else:
+            self._flush_handle = loop.call_at(due, self._flush)
 
     def _flush(self) -> None:
         """Send what has gathered."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._flush_handle = self._waiting, [], None
         self._flushed_at = asyncio.get_running_loop().time()
         for lo in range(0, len(waiting), MAX_BATCH):
             task = asyncio.create_task(self._decide(waiting[lo : lo + MAX_BATCH]))
