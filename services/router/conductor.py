@@ -524,14 +524,17 @@ class Conductor:
             request.report_timer = loop.call_later(REPORT_WAIT_S, self._finish, request)
 
     def _finish(self, request: OpenRequest) -> None:
-        if request.is_settled:
+        if request.is_settled or request.has_end:
             return
         try:
             request.buffer.put([_END])
         except RequestError as error:
             self.fail(request, error)
             return
-        self.settle(request, "complete")
+        request.has_end = True
+        # Behind the task that writes it: the client need not wait for what is to be tidied up.
+        settle = partial(self.settle, reason="complete")
+        asyncio.get_running_loop().call_soon(self._guard, request, settle)
 
     # -- failures ----------------------------------------------------------------------------
 

@@ -221,17 +221,29 @@ class Router:
                 self._note_first(request.progress, outputs)
                 if isinstance(outputs[-1], RequestEnd):
                     outputs[-1] = end = self._final(request.progress)
+                    # Noted while this is on its way to the client.
+                    asyncio.get_running_loop().call_soon(self._ended, call, request, end, error)
                 await write(outputs)
         except IsthmusError as failure:
             error = failure
             raise
         finally:
-            if request is not None:
-                self._conductor.settle(request, "the client went away")
-                self._gate.ended(request.progress)
-            summary = _summary(call, request, end, error)
-            self._recent.add(_report(summary, request, self._clock.now()))
-            self._hooks.ended(summary)
+            if end is None:
+                self._ended(call, request, end, error)
+
+    def _ended(
+        self,
+        call: GenerateCall,
+        request: OpenRequest | None,
+        end: RequestEnd | None,
+        error: IsthmusError | None,
+    ) -> None:
+        if request is not None:
+            self._conductor.settle(request, "complete" if end else "the client went away")
+            self._gate.ended(request.progress)
+        summary = _summary(call, request, end, error)
+        self._recent.add(_report(summary, request, self._clock.now()))
+        self._hooks.ended(summary)
 
     def _admit(self, call: GenerateCall) -> OpenRequest:
         _check_mode(call.force_mode)

@@ -23,6 +23,7 @@ class OpenRequest:
     hedge_timer: asyncio.TimerHandle | None = None  # its prefill may turn out slow
     wait_until: float | None = None  # it waits for a worker, no longer than this
     when_settled: Callable[[], None] | None = None  # wakes its task where that waits its turn
+    has_end: bool = False  # its last output is in the buffer
     is_settled: bool = False  # nothing of it is open at any worker, nothing is booked
 
     def close_lane(self) -> None:

@@ -46,6 +46,7 @@ async def collect(run: Callable[[WriteOutputs], Awaitable[None]]) -> list[Router
 
     async def write(more: Sequence[RouterOutput]) -> None:
         outputs.extend(more)
+        await asyncio.sleep(0)  # as a connection does
 
     await run(write)
     return outputs
