@@ -189,13 +189,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         with self._admitted(context, progress) as verdict:
             self._check_ids(request)
-            await context.send_initial_metadata(
-                (*_initial_metadata(request, progress.request_id), *rate_headers(verdict).items())
+            head = (
+                *_initial_metadata(request, progress.request_id),
+                *rate_headers(verdict).items(),
             )
-            spec, arrival = self._parse(request, context, metadata, progress)
-            writer = _FrameWriter(request.return_token_ids, context, progress, self._clock)
-            async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
-                await self._desk.generate(spec, arrival, writer.write, *_idempotency(request))
+            # Sent while the request is on its way to a worker.
+            sending = asyncio.create_task(context.send_initial_metadata(head))
+            try:
+                spec, arrival = self._parse(request, context, metadata, progress)
+                writer = _FrameWriter(
+                    request.return_token_ids, sending, context, progress, self._clock
+                )
+                async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
+                    await self._desk.generate(spec, arrival, writer.write, *_idempotency(request))
+            finally:
+                await _end_of(sending)  # an error's status must not overtake it
+                sending.exception()  # seen: where there is one the call is gone
             if progress.end is None:
                 raise RequestError("internal", "the answer ended without its end")
 
@@ -264,9 +273,16 @@ class _FrameWriter:
     """Writes a request's outputs. What is there at once shares a frame where it may."""
 
     def __init__(
-        self, with_ids: bool, context: GenerateContext, progress: _Progress, clock: Clock
+        self,
+        with_ids: bool,
+        head: asyncio.Task[None],
+        context: GenerateContext,
+        progress: _Progress,
+        clock: Clock,
     ) -> None:
+        """Start with nothing written; `head` sends what comes before the first frame."""
         self._with_ids = with_ids
+        self._head = head
         self._context = context
         self._progress = progress
         self._clock = clock
@@ -302,9 +318,16 @@ class _FrameWriter:
             return
         progress = self._progress
         if progress.ttft_s is None:
+            await _end_of(self._head)
             frame.request_id = progress.request_id
             progress.ttft_s = self._clock.now() - progress.received_at
         await self._context.write(frame)
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    """Wait for a task without cancelling it where the waiting is cancelled."""
+    if not task.done():
+        await asyncio.wait((task,))
 
 
 def _initial_metadata(
