@@ -25,6 +25,7 @@ from services.cli import (
     model,
     plan,
     serve,
+    sim,
     status,
     top,
     up,
@@ -48,6 +49,7 @@ app.command("plan")(plan.plan)
 app.command("loadtest", context_settings=loadtest_command.SETTINGS, add_help_option=False)(
     loadtest_command.loadtest
 )
+app.command("sim")(sim.sim)
 app.add_typer(model.app, name="model")
 app.add_typer(key.app, name="key")
 app.add_typer(cert.app, name="cert")

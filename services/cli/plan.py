@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import exits
+from services.cli.loads import SHAPES, described_load, traced_load
 from services.cli.plan_view import sizing_json, sizing_lines
 from services.cli.progress import Progress
 
@@ -16,14 +17,9 @@ if TYPE_CHECKING:
     from services.models.config import ModelConfig
     from services.sim.memory import WorkerMemory, WorkerShape
     from services.sim.performance import PerformanceModel
-    from services.sim.synthetic import PlainLoad
     from services.sim.windows import Runs
 
 _GIB = 1 << 30
-_MAX_TOKENS = 1 << 20  # of a prompt or an answer
-_MAX_SPREAD = 3.0
-_NUM_PARTS = {"fixed": 3, "lognormal": 4}
-_SHAPES = "fixed:IN,OUT,RATE or lognormal:IN,OUT,RATE,SIGMA"
 
 
 def plan(
@@ -32,7 +28,7 @@ def plan(
         typer.Option(exists=True, dir_okay=False, help="Requests: Mooncake .jsonl or Azure .csv."),
     ] = None,
     workload: Annotated[
-        str, typer.Option(help=f"Instead of a trace, tokens and requests a second: {_SHAPES}.")
+        str, typer.Option(help=f"Instead of a trace, tokens and requests a second: {SHAPES}.")
     ] = "",
     slo_ttft: Annotated[
         float, typer.Option(min=0.001, max=86_400, help="Limit of the first token, seconds.")
@@ -148,39 +144,12 @@ def _read_config(model: Path) -> ModelConfig:
 
 
 def _traced(trace: Path, speedup: float, requests: int, runs: int, seed: int) -> Runs:
-    from services.common.errors import ConfigError
-    from services.sim.azure import read_azure
-    from services.sim.mooncake import BadTrace, read_trace
     from services.sim.windows import runs_of_trace
 
-    reader = read_azure if ".csv" in trace.suffixes else read_trace
-    try:
-        workload = reader(trace, speedup)
-    except (OSError, EOFError, BadTrace) as error:
-        raise ConfigError(f"{trace}: {getattr(error, 'strerror', None) or error}") from None
-    return runs_of_trace(workload, requests, runs, seed)
+    return runs_of_trace(traced_load(trace, speedup), requests, runs, seed)
 
 
 def _drawn(text: str, requests: int, runs: int, seed: int) -> Runs:
     from services.sim.windows import drawn_runs
 
-    return drawn_runs(_load(text), requests, runs, seed)
-
-
-def _load(text: str) -> PlainLoad:
-    from services.sim.synthetic import PlainLoad
-
-    kind, _, rest = text.partition(":")
-    parts = rest.split(",")
-    if len(parts) != _NUM_PARTS.get(kind):
-        raise typer.BadParameter(f"--workload {text!r}: {_SHAPES}")
-    try:
-        tokens = int(parts[0]), int(parts[1])
-        rate, spread = float(parts[2]), float(parts[3]) if len(parts) > 3 else 0.0
-    except ValueError:
-        raise typer.BadParameter(f"--workload {text!r}: {_SHAPES}") from None
-    if not (min(tokens) >= 1 and max(tokens) <= _MAX_TOKENS and 0 < rate <= 1e6):
-        raise typer.BadParameter(f"--workload {text!r}: tokens and rate are above 0, in bounds")
-    if not 0 <= spread <= _MAX_SPREAD:
-        raise typer.BadParameter(f"--workload {text!r}: SIGMA is 0 to {_MAX_SPREAD:g}")
-    return PlainLoad(*tokens, rate, spread)
+    return drawn_runs(described_load(text), requests, runs, seed)

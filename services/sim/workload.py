@@ -82,6 +82,18 @@ def ideal_hit(workload: Workload) -> float:
     return hits / total if total else 0.0
 
 
+def ideal_token_hit(workload: Workload) -> float:
+    """Return the share of tokens that a cache without end would have had, by leading runs."""
+    seen: set[int] = set()
+    hits = total = 0
+    for arrival in workload.arrivals:
+        run = leading_run(arrival.units, seen)
+        hits += min(run * workload.unit_tokens, arrival.num_tokens)
+        total += arrival.num_tokens
+        seen.update(arrival.units)
+    return hits / total if total else 0.0
+
+
 def leading_run(units: Sequence[int], held: Container[int]) -> int:
     """Return how many of the first units are held without a gap."""
     return next((i for i, unit in enumerate(units) if unit not in held), len(units))

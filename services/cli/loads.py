@@ -1,0 +1,54 @@
+"""Loads that commands are given: traces by their form, or a few words that describe one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from services.sim.synthetic import PlainLoad
+    from services.sim.workload import Workload
+
+SHAPES = "fixed:IN,OUT,RATE or lognormal:IN,OUT,RATE,SIGMA"
+_MAX_TOKENS = 1 << 20  # of a prompt or an answer
+_MAX_SPREAD = 3.0
+_NUM_PARTS = {"fixed": 3, "lognormal": 4}
+
+
+def traced_load(trace: Path, speedup: float) -> Workload:
+    """Read a trace: Azure's form where it is called .csv, else Mooncake's.
+
+    Raises:
+        ConfigError: it cannot be read as one.
+    """
+    from services.common.errors import ConfigError
+    from services.sim.azure import read_azure
+    from services.sim.mooncake import BadTrace, read_trace
+
+    reader = read_azure if ".csv" in trace.suffixes else read_trace
+    try:
+        return reader(trace, speedup)
+    except (OSError, EOFError, BadTrace) as error:
+        raise ConfigError(f"{trace}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def described_load(text: str) -> PlainLoad:
+    """Read tokens and requests a second, in the form of SHAPES."""
+    from services.sim.synthetic import PlainLoad
+
+    kind, _, rest = text.partition(":")
+    parts = rest.split(",")
+    if len(parts) != _NUM_PARTS.get(kind):
+        raise typer.BadParameter(f"--workload {text!r}: {SHAPES}")
+    try:
+        tokens = int(parts[0]), int(parts[1])
+        rate, spread = float(parts[2]), float(parts[3]) if len(parts) > 3 else 0.0
+    except ValueError:
+        raise typer.BadParameter(f"--workload {text!r}: {SHAPES}") from None
+    if not (min(tokens) >= 1 and max(tokens) <= _MAX_TOKENS and 0 < rate <= 1e6):
+        raise typer.BadParameter(f"--workload {text!r}: tokens and rate are above 0, in bounds")
+    if not 0 <= spread <= _MAX_SPREAD:
+        raise typer.BadParameter(f"--workload {text!r}: SIGMA is 0 to {_MAX_SPREAD:g}")
+    return PlainLoad(*tokens, rate, spread)
