@@ -33,7 +33,7 @@ def _run(result: RunResult) -> str:
     ]
     if result.attainment is not None:
         figures.insert(0, ("within the SLO", _share(result.attainment)))
-    figures += [(status, f"{number:,}") for status, number in result.counts.items()]
+    figures += [(name, f"{n:,}") for name, n in result.counts.items() if n or name == "measured"]
     figures += [(f"error {code}", f"{number:,}") for code, number in result.errors.items()]
     lines += _table(["figure", "value"], figures)
     lines += _latencies(result.distributions)

@@ -87,17 +87,18 @@ def make_run(
     records: Sequence[RequestRecord], *, name: str = "chat_rt", rate_rps: float = 20.0
 ) -> RunResult:
     """Analyse records as those of a run of their length; the cluster grows half way."""
+    length_s = max((record.scheduled_s for record in records), default=1.0)
     values: dict[str, Any] = {
         "name": name,
         "description": "Chats of four turns, as people write them.",
         "arrivals": {"kind": "poisson", "rate_rps": rate_rps},
         "workload": {"kind": "fixed", "isl": 1000, "osl": 40},
         "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
-        "phases": {"measure_s": max(record.scheduled_s for record in records)},
+        "phases": {"measure_s": length_s},
         "seed": 1,
     }
     facts = TargetFacts("grpc", "127.0.0.1:50051", "smollm2", 8192, 49_152)
-    duration_s = max(record.done_s or record.scheduled_s for record in records) + 0.1
+    duration_s = max([length_s, *(record.done_s or 0.0 for record in records)]) + 0.1
     log = RunLog(facts, STARTED_AT, list(records), duration_s=duration_s)
     log.samples = list(_samples(records, duration_s))
     log.notes = ["The client and the server share this machine."]

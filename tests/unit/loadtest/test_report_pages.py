@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from loadtest.junit import junit
+from loadtest.metrics_file import metrics_file
 from loadtest.report.page import report_page
 from loadtest.report.search_page import frontier
 from loadtest.result import CompareResult, RunResult, SearchResult
+from loadtest.summary import summary
 from tests.support.load_results import make_compare, make_records, make_run, make_search
 
 VOID = {"meta", "link", "br"}
@@ -112,6 +115,23 @@ def test_a_run_shows_its_figures(run: RunResult) -> None:
         "TTFT by kind",
     ):
         assert told.lower() in text.lower()
+
+
+def test_runs_and_searches_of_nothing_have_pages_and_summaries() -> None:
+    nothing = make_run([])
+    one = make_run(make_records(1))
+    search = make_search().model_copy(
+        update={"probes": (), "verified": (), "best_rps": None, "knee_rps": None, "cost": None}
+    )
+    blank = {"a": None, "b": None, "change": None, "low": None, "high": None, "p_value": None}
+    compared = make_compare()
+    metrics = tuple(metric.model_copy(update=blank) for metric in compared.metrics)
+    compare = compared.model_copy(update={"a": nothing, "b": one, "metrics": metrics})
+    for result in (nothing, one, search, compare):
+        check_is_closed_and_harmless(Page(report_page(result)))
+        assert summary(result)
+        assert junit(result)
+        assert metrics_file(result)
 
 
 def test_every_plot_has_words_for_those_who_do_not_see_it(
