@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from loadtest.analysis import Origin, analyse
@@ -142,6 +143,7 @@ def make_cost() -> dict[str, Any]:
     }
 
 
+@cache
 def make_search(seed: int = 1) -> SearchResult:
     """Make a search that found the rate from which requests become late."""
     run = make_run(make_records(200, seed))
@@ -192,10 +194,11 @@ def _spread(middle_ms: float) -> Distribution:
     return distribution(values, confidence=CONFIDENCE)
 
 
+@cache
 def make_compare(seed: int = 1) -> CompareResult:
     """Make a comparison in which B is slower."""
-    run_a = make_run(make_records(600, seed))
-    run_b = make_run(make_records(600, seed, slower=1.35))
+    run_a = make_run(make_records(300, seed))
+    run_b = make_run(make_records(300, seed, slower=1.35))
     return CompareResult(
         name_a="main",
         name_b="slower prefill",
