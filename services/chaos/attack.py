@@ -15,10 +15,8 @@ from pathlib import Path
 
 from services.bench.result import Bar, BenchFailed, Figure
 from services.chaos.keyed_load import KeyedLoad, undisturbed_answers, vary
-from services.chaos.known_load import LoadShape, computed_answers, make_bodies
+from services.chaos.known_load import LoadShape, known_requests
 from services.chaos.rig import Rig, RigPlan, RigRouter, RigWorker, held
-from services.chaos.scripted_model import make_scripted_model
-from services.common.model_manifest import read_manifest
 from services.text.tokenizer import TextModel
 
 SPEED = "20000:4"  # of scripted workers: prompt tokens a second, ms a step
@@ -65,10 +63,7 @@ async def loaded_cluster(
 ) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
     """Two workers of each role, two routers, and clients that know every answer."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
-        model_dir = make_scripted_model(Path(made) / "model")
-        manifest = read_manifest(model_dir)
-        bodies = make_bodies(seed, load.shape, manifest.vocab_size)
-        answers = await asyncio.to_thread(computed_answers, bodies, manifest)
+        model_dir, bodies, answers = await known_requests(Path(made), seed, load.shape)
         vary(bodies, answers, TextModel.load(model_dir), seed)
         settings = {**_SETTINGS, "router": {"drain_s": router_drain_s}}
         plan = RigPlan(

@@ -25,13 +25,10 @@ from services.chaos.known_load import (
     Answer,
     Body,
     LoadShape,
-    computed_answers,
-    make_bodies,
+    known_requests,
     wrong_tokens,
 )
 from services.chaos.rig import CHANNEL_OPTIONS, Rig, RigPlan, held
-from services.chaos.scripted_model import make_scripted_model
-from services.common.model_manifest import read_manifest
 from services.common.progress import Progress, silent
 from services.common.quantile import nearest_rank
 from services.pb import inference_pb2_grpc
@@ -77,10 +74,7 @@ def run(plan: HedgingPlan, progress: Progress = silent) -> BenchResult:
 
 async def _run(plan: HedgingPlan, progress: Progress) -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
-        model_dir = make_scripted_model(Path(made) / "model")
-        manifest = read_manifest(model_dir)
-        bodies = make_bodies(plan.seed, _SHAPE, manifest.vocab_size)
-        answers = await asyncio.to_thread(computed_answers, bodies, manifest)
+        model_dir, bodies, answers = await known_requests(Path(made), plan.seed, _SHAPE)
         arms = []
         for is_hedged in (False, True):
             progress("with hedging" if is_hedged else "without hedging", 0.5 * is_hedged)

@@ -7,14 +7,15 @@ import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc.aio
 import numpy as np
 
 from services.bench.result import BenchFailed
 from services.chaos.client import Heard, StreamBroken, call
-from services.chaos.scripted_model import ScriptedReference
-from services.common.model_manifest import ModelManifest
+from services.chaos.scripted_model import ScriptedReference, make_scripted_model
+from services.common.model_manifest import ModelManifest, read_manifest
 from services.common.sampling import SamplingParams
 from services.pb import inference_pb2, inference_pb2_grpc
 
@@ -75,6 +76,16 @@ def computed_answers(bodies: Sequence[Body], manifest: ModelManifest) -> list[An
         dict(enumerate(reference.answer(np.frombuffer(b.token_ids, "<u4").tolist(), _params(b))))
         for b in bodies
     ]
+
+
+async def known_requests(
+    folder: Path, seed: int, shape: LoadShape
+) -> tuple[Path, list[Body], list[Answer]]:
+    """Make a scripted model in a folder, requests to it, and what its workers must say."""
+    model_dir = make_scripted_model(folder / "model")
+    manifest = read_manifest(model_dir)
+    bodies = make_bodies(seed, shape, manifest.vocab_size)
+    return model_dir, bodies, await asyncio.to_thread(computed_answers, bodies, manifest)
 
 
 def _params(body: Body) -> SamplingParams:
