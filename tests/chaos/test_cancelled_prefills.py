@@ -17,7 +17,7 @@ from services.chaos.scripted_worker import SPEED_VARIABLE
 from services.pb import inference_pb2_grpc
 from tests.support.generate import request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 LONG, SHORT = 4000, 20
 PREFILL_TOK_S = 1000  # a long prompt takes four seconds, ten of them forty

@@ -24,7 +24,7 @@ from services.common.model_manifest import read_manifest
 from services.pb import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.generate import request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 SPEED = "1500:15"  # prompt tokens a second, ms a step
 SHORT, LONG = 40, 3600  # a long prompt takes two seconds and more

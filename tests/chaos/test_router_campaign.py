@@ -11,7 +11,7 @@ from services.chaos.router import RouterCampaign, run
 from services.chaos.store import StorePlan
 from services.chaos.store import run as run_store
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 
 def test_no_client_notices_that_every_process_dies_in_turn() -> None:

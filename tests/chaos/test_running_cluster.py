@@ -28,7 +28,7 @@ from services.pb import inference_pb2_grpc
 from tests.support.generate import request
 from tests.support.mixed_load import Body, MixedLoad, answers, mixed_bodies
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 SEED = 11
 NUM_BODIES = 40

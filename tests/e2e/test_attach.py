@@ -19,7 +19,7 @@ from services.pb import inference_pb2, inference_pb2_grpc, worker_pb2
 from tests.support.generate import Answer, collect, generate, request
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 PLANES = "attach,memfd,zmq"
 LENGTHS = (1, 15, 16, 17, 100, 160)

@@ -17,7 +17,7 @@ from services.bench.local_cluster import LocalCluster
 from services.pb import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc
 from tests.support.generate import generate, request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPT = [5 + i % 200 for i in range(300)]
 

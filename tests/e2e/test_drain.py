@@ -15,7 +15,7 @@ from services.bench.local_cluster import LocalCluster
 from services.pb import inference_pb2, inference_pb2_grpc
 from tests.support.generate import Answer, collect, generate, request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 NUM_STREAMS = 6
 NUM_TOKENS = 1500  # seconds of decoding, to be moved in the middle

@@ -18,7 +18,7 @@ from services.pb import inference_pb2, inference_pb2_grpc
 from tests.support.generate import collect, generate, request
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.slow]
 
 WORKER_LEASE_MS = 2_000  # the default of lease.worker_lease_ms
 LONG = 1800  # tokens: seconds of decoding, to be cut in the middle

@@ -16,7 +16,7 @@ from services.chaos.client import Heard
 from tests.support.generate import request
 from tests.support.mixed_load import Body, MixedLoad, answers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_BLOCKS = 40
 CLIENTS = 10

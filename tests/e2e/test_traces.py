@@ -12,7 +12,7 @@ import pytest
 from services.bench.local_cluster import LocalCluster
 from tests.support.generate import generate, request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STAGES = {
     "isthmus.request",

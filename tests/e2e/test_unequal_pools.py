@@ -14,7 +14,7 @@ from services.kv.convert import convert_part, whole
 from services.models.load import load_model
 from tests.support.generate import generate, request
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 100  # six blocks and a tail
 ANSWER = 24

@@ -39,7 +39,7 @@ from tests.support.cluster import (
 from tests.support.fake_worker import decode_worker as decoder
 from tests.support.fake_worker import prefill_worker as prefill
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 PREFIX = f"isthmus:{{{NS}}}:"
 PROMPT = list(range(1, 257))

@@ -57,7 +57,7 @@ def run_python(code: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -22,7 +22,7 @@ from services.pb import admin_pb2, admin_pb2_grpc
 from tests.support.generate import generate, request
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 PROMPT = list(range(3, 203))
 

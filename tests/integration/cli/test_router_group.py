@@ -19,7 +19,7 @@ from services.chaos.scripted_model import SLIM, make_scripted_model
 from services.cli import exits
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 REQUESTS = re.compile(r"^isthmus_requests_total\{.*outcome=\"ok\".*\} (\S+)$", re.MULTILINE)
 ROUTER = re.compile(r"^isthmus_router_info\{router_id=\"(\S+)\"\}", re.MULTILINE)
@@ -103,7 +103,7 @@ def test_a_port_that_others_have_is_refused_and_not_shared(tmp_path: Path) -> No
             [sys.executable, "-m", "services.cli.main", *words, "--grpc-port", str(port)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
         )
     assert done.returncode == exits.USAGE
     assert f"port {port} on 127.0.0.1 is in use" in done.stderr
@@ -116,6 +116,6 @@ def test_a_configuration_no_process_can_run_with_ends_the_group(tmp_path: Path) 
         [sys.executable, "-m", "services.cli.main", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert done.returncode == exits.MODEL

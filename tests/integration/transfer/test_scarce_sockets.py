@@ -214,7 +214,7 @@ def test_no_number_of_descriptors_left_ends_the_process() -> None:
         [sys.executable, "-c", _CONNECT_WITH_FEW_DESCRIPTORS],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (child.returncode, child.stdout) == (0, "alive\n"), child.stderr

@@ -27,7 +27,7 @@ def run_python(code: str, **environ: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
