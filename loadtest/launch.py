@@ -8,6 +8,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Watch = Callable[[Runner], Awaitable[None]]
 """Looks at a run while it goes on, such as a panel; cancelled at its end."""
 
+_SIM = "sim:"
 _PROBED_TURNS = 8  # of each lane, to see whether prompts fit
 
 
@@ -34,8 +36,8 @@ _PROBED_TURNS = 8  # of each lane, to see whether prompts fit
 class TargetSpec:
     """Where to send a load, and how.
 
-    `url` is grpc[s]://HOST:PORT, http[s]://HOST:PORT[/PATH], or mock://http?KEY=VALUE&... for a
-    server with known timing.
+    `url` is grpc[s]://HOST:PORT, http[s]://HOST:PORT[/PATH], mock://http?KEY=VALUE&... for a
+    server with known timing, or sim:prefill=N,decode=N for a cluster in virtual time.
     """
 
     url: str
@@ -56,8 +58,24 @@ def run_scenario(
         TargetUnusable: nothing can be measured there.
     """
     schedule = make_schedule(scenario, base, _salt(scenario))
+    if spec.url.startswith(_SIM):
+        return _simulated(schedule, spec.url.removeprefix(_SIM))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(schedule, spec, watch))
+
+
+def _simulated(schedule: Schedule, text: str) -> RunLog:
+    from loadtest.sim_target import SimTarget, read_spec
+
+    scenario = schedule.scenario
+    if schedule.is_closed:
+        raise TargetUnusable(f"sim: arrivals of kind {scenario.arrivals.kind} cannot be simulated")
+    target = SimTarget(read_spec(text), scenario.phases, scenario.seed)
+    log = RunLog(target.facts(), datetime.now(UTC).isoformat(timespec="seconds"))
+    log.records = target.run([request for session in schedule.sessions() for request in session])
+    log.samples = target.samples(log.records)
+    log.duration_s = log.samples[-1].at_s if log.samples else 0.0
+    return log
 
 
 async def _run(schedule: Schedule, spec: TargetSpec, watch: Watch | None) -> RunLog:
@@ -111,7 +129,8 @@ def make_target(spec: TargetSpec, scenario: Scenario, clock: Callable[[], float]
             spec.url, lambda url: make_target(replace(spec, url=url), scenario, clock)
         )
     raise TargetUnusable(
-        f"{spec.url} is no target: give grpc://HOST:PORT, grpcs://HOST:PORT or http(s)://HOST:PORT"
+        f"{spec.url} is no target: give grpc[s]://HOST:PORT, http[s]://HOST:PORT or "
+        "sim:prefill=N,decode=N"
     )
 
 

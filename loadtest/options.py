@@ -35,7 +35,7 @@ Target = Annotated[
     typer.Option(
         envvar="ISTHMUS_LOADTEST_TARGET",
         help="grpc[s]://HOST:PORT of a router, or http[s]://HOST:PORT[/PATH] of any "
-        "OpenAI-compatible server.",
+        "OpenAI-compatible server; sim:prefill=N,decode=N simulates a cluster.",
     ),
 ]
 Quick = Annotated[

@@ -120,6 +120,7 @@ class RequestRecord:
     status: Status = Status.CENSORED
     code: str = ""  # of an error
     retries: int = 0
+    is_coarse: bool = False  # of the tokens only the first and the last have a time of their own
     mode: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -163,6 +164,8 @@ class RequestRecord:
     @property
     def max_stall_s(self) -> float | None:
         """The longest wait between two chunks."""
+        if self.is_coarse:
+            return None
         gaps = [b.at_s - a.at_s for a, b in pairwise(self.chunks)]
         return max(gaps) if gaps else None
 
