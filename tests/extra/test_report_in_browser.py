@@ -14,7 +14,13 @@ import pytest
 
 from loadtest.report.page import report_page
 from loadtest.result import CompareResult, RunResult, SearchResult
-from tests.support.load_results import make_compare, make_records, make_run, make_search
+from tests.support.load_results import (
+    make_compare,
+    make_hostile,
+    make_records,
+    make_run,
+    make_search,
+)
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LIGHT, DARK = "1", "0"  # as Blink counts them
@@ -163,6 +169,12 @@ def test_a_page_that_does_what_it_should_not_is_noticed(browser: str, tmp_path: 
     complaints, _ = look(browser, page, tmp_path, (400, 400), LIGHT)
     assert len(complaints) == 1
     assert "violates the following Content Security Policy" in complaints[0]
+
+
+def test_text_of_strangers_does_nothing(browser: str, tmp_path: Path) -> None:
+    page = report_page(make_hostile(make_run(make_records(60))))
+    complaints, _ = look(browser, page, tmp_path, (400, 400), LIGHT)
+    assert complaints == []
 
 
 def test_an_empty_page_has_no_ink(browser: str, tmp_path: Path) -> None:

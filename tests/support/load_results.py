@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -232,3 +233,41 @@ def _change(name: str, a: float, b: float, ends: tuple[float, float], verdict: A
         verdict=verdict,
         reason="the interval holds zero" if verdict == "inconclusive" else "beyond its threshold",
     )
+
+
+HOSTILE = (
+    "\"'></title></style></svg></pre><script>alert(1)</script><img src=x onerror=alert(1)>&\x00"
+)
+
+
+def make_hostile(run: RunResult) -> RunResult:
+    """Put a text that wants to be markup wherever a server or a person can put text."""
+    told = run.model_dump(mode="json")
+    free = ("scenario", "target", "machine", "counts", "errors", "figures", "cost", "rates")
+    changes = {name: _hostile(told[name]) for name in free}
+    texts = ("verdict_reason", "commit", "scenario_digest", "started_at", "raw_file", "notes")
+    changes |= {name: _hostile(told[name]) for name in texts}
+    for name in ("distributions", "stages_ms"):
+        changes[name] = {f"{key}{HOSTILE}": item for key, item in told[name].items()}
+    changes["groups"] = [{**group, "name": HOSTILE} for group in told["groups"]]
+    changes["ttft_bands"] = [
+        {**band, "name": HOSTILE, "stages_ms": _hostile(band["stages_ms"])}
+        for band in told["ttft_bands"]
+    ]
+    changes["checks"] = [{**check, "message": HOSTILE} for check in told["checks"]]
+    changes["timeline"] = [
+        {**point, "replicas": _hostile(point["replicas"])} for point in told["timeline"]
+    ]
+    return RunResult.model_validate_json(json.dumps(told | changes))
+
+
+def _hostile(value: Any) -> Any:
+    """Put a hostile text in the place of every text and beside every key."""
+    match value:
+        case str():
+            return value + HOSTILE
+        case dict():
+            return {f"{key}{HOSTILE}": _hostile(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_hostile(item) for item in value]
+    return value

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,14 @@ from loadtest.report.page import report_page
 from loadtest.report.search_page import frontier
 from loadtest.result import CompareResult, RunResult, SearchResult
 from loadtest.summary import summary
-from tests.support.load_results import make_compare, make_records, make_run, make_search
+from tests.support.load_results import (
+    HOSTILE,
+    make_compare,
+    make_hostile,
+    make_records,
+    make_run,
+    make_search,
+)
 
 VOID = {"meta", "link", "br"}
 TAGS = (
@@ -24,9 +29,6 @@ TAGS = (
     " details summary pre"
 )
 KNOWN_TAGS = VOID | set(TAGS.split())
-HOSTILE = (
-    "\"'></title></style></svg></pre><script>alert(1)</script><img src=x onerror=alert(1)>&\x00"
-)
 
 
 class Page(HTMLParser):
@@ -154,37 +156,8 @@ def test_what_failed_is_told_first(run: RunResult) -> None:
     assert page.index("Sent too late.") < page.index(run.checks[0].message)
 
 
-def hostile(value: Any) -> Any:
-    """Put a hostile text in the place of every text and beside every key."""
-    match value:
-        case str():
-            return value + HOSTILE
-        case dict():
-            return {f"{key}{HOSTILE}": hostile(item) for key, item in value.items()}
-        case list() | tuple():
-            return [hostile(item) for item in value]
-    return value
-
-
 def test_names_and_messages_cannot_break_out(run: RunResult) -> None:
-    told = run.model_dump(mode="json")
-    free = ("scenario", "target", "machine", "counts", "errors", "figures", "cost", "rates")
-    changes = {name: hostile(told[name]) for name in free}
-    changes |= {
-        name: hostile(told[name]) for name in ("verdict_reason", "commit", "scenario_digest")
-    }
-    for name in ("distributions", "stages_ms"):
-        changes[name] = {f"{key}{HOSTILE}": item for key, item in told[name].items()}
-    changes["groups"] = [{**group, "name": HOSTILE} for group in told["groups"]]
-    changes["ttft_bands"] = [
-        {**band, "name": HOSTILE, "stages_ms": hostile(band["stages_ms"])}
-        for band in told["ttft_bands"]
-    ]
-    changes["checks"] = [{**check, "message": HOSTILE} for check in told["checks"]]
-    changes["timeline"] = [
-        {**point, "replicas": hostile(point["replicas"])} for point in told["timeline"]
-    ]
-    page = Page(report_page(RunResult.model_validate_json(json.dumps(told | changes))))
+    page = Page(report_page(make_hostile(run)))
     check_is_closed_and_harmless(page)
     assert any("<script>alert(1)</script>" in text for text in page.texts)
 
