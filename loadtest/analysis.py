@@ -50,9 +50,18 @@ class Origin:
 
 
 def analyse(
-    log: RunLog, scenario: Scenario, origin: Origin, *, ideal_hit_ratio: float | None = None
+    log: RunLog,
+    scenario: Scenario,
+    origin: Origin,
+    *,
+    ideal_hit_ratio: float | None = None,
+    measured_s: float | None = None,
 ) -> RunResult:
-    """Turn records and samples into distributions, checks and a verdict."""
+    """Turn records and samples into distributions, checks and a verdict.
+
+    Args:
+        measured_s: how long was measured, where blocks leave gaps in the measured phase.
+    """
     window, measured = _measured(log, scenario)
     answered = [record for record in measured if record.status is Status.OK]
     checks = check_run(
@@ -81,7 +90,7 @@ def analyse(
         verdict_reason=reason,
         counts=_counts(log, measured),
         errors=dict(Counter(record.code for record in measured if record.code)),
-        rates=_rates(log, window, measured, attainment),
+        rates=_rates(log, window, measured, attainment, measured_s),
         distributions=distributions(answered, curve_steps=CURVE_STEPS),
         attainment=attainment,
         stages_ms=_stages(answered),
@@ -157,9 +166,13 @@ def _counts(log: RunLog, measured: Sequence[RequestRecord]) -> dict[str, int]:
 
 
 def _rates(
-    log: RunLog, window: Window, measured: Sequence[RequestRecord], attainment: Interval | None
+    log: RunLog,
+    window: Window,
+    measured: Sequence[RequestRecord],
+    attainment: Interval | None,
+    measured_s: float | None,
 ) -> dict[str, float]:
-    length_s = window.length_s
+    length_s = window.length_s if measured_s is None else measured_s
     if not length_s:
         return {}
     sent = sum(record.sent_s is not None for record in measured)

@@ -6,7 +6,13 @@ import sys
 
 import typer
 
-from loadtest import report_command, run_command
+from loadtest import (
+    calibrate_command,
+    compare_command,
+    report_command,
+    run_command,
+    search_command,
+)
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 5, 130
 
@@ -20,6 +26,9 @@ app = typer.Typer(
 app.command("run")(run_command.run)
 app.command("replay")(run_command.replay)
 app.command("scenarios")(run_command.scenarios)
+app.command("search")(search_command.search)
+app.command("compare")(compare_command.compare)
+app.command("calibrate")(calibrate_command.calibrate)
 app.command("report")(report_command.report)
 
 

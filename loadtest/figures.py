@@ -18,13 +18,13 @@ _ATTAINED = 0.95
 _RECOVERY_STEP_S = 5.0
 
 
-def ideal_hit_ratio(schedule: Iterable[PlannedRequest]) -> float | None:
+def ideal_hits(requests: Iterable[PlannedRequest]) -> float | None:
     """Return the part of all prompt tokens that a cache without end would hold."""
     # What was read so far as a tree of pieces: a node is named by all pieces above it, and knows
     # how much of each key was read there.
     read: dict[tuple[int, int], int] = {}  # by (node, key)
     found = total = 0
-    for request in schedule:
+    for request in requests:
         node = 0
         is_found = True
         for piece in request.prompt.pieces:

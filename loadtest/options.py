@@ -35,7 +35,8 @@ Target = Annotated[
     typer.Option(
         envvar="ISTHMUS_LOADTEST_TARGET",
         help="grpc[s]://HOST:PORT of a router, or http[s]://HOST:PORT[/PATH] of any "
-        "OpenAI-compatible server; sim:prefill=N,decode=N simulates a cluster.",
+        "OpenAI-compatible server; sim:prefill=N,decode=N simulates a cluster, and "
+        "mock://http?KEY=VALUE&... brings a server with known timing.",
     ),
 ]
 Quick = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,17 +129,15 @@ def _run(
     *,
     json: bool,
 ) -> int:
-    from loadtest.analysis import Origin, analyse
+    from loadtest.analysis import analyse
+    from loadtest.origin import origin
     from loadtest.outputs import save_run
     from loadtest.schedule import ideal_hit_ratio
     from loadtest.summary import summary
-    from services.common.machine import machine
 
     log = run_scenario(scenario, base, spec, _watch(scenario))
-    here = asdict(machine())
-    origin = Origin(here, here.pop("commit"))
     ideal = ideal_hit_ratio(scenario, base)
-    result = analyse(log, scenario, origin, ideal_hit_ratio=ideal)
+    result = analyse(log, scenario, origin(), ideal_hit_ratio=ideal)
     if pricing is not None:
         result = priced(result, log, scenario, pricing)
     directory = save_run(out, result, log.records)

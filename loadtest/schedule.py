@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from loadtest.arrivals import Concurrency, Offline, Open, Trace, Users
+from loadtest.figures import ideal_hits
 from loadtest.records import PlannedRequest, Prompt
 from loadtest.scenario import Scenario, Share
 from loadtest.sources import Keys, RecordedSource, Source, Turn, make_source
@@ -140,17 +141,7 @@ def ideal_hit_ratio(scenario: Scenario, base: Path) -> float | None:
     schedule = make_schedule(scenario, base)
     if schedule.is_closed:
         return None
-    seen: set[int] = set()
-    hits = total = 0
-    for request in (request for session in schedule.sessions() for request in session):
-        prefix, is_run = 0, True
-        for piece in request.prompt.pieces:
-            prefix = hash((prefix, piece.key, piece.num_tokens))
-            is_run = is_run and prefix in seen
-            hits += piece.num_tokens if is_run else 0
-            total += piece.num_tokens
-            seen.add(prefix)
-    return hits / total if total else None
+    return ideal_hits(request for session in schedule.sessions() for request in session)
 
 
 def _until(arrivals: Open, scenario: Scenario) -> Iterator[tuple[int, float]]:

@@ -35,7 +35,8 @@ class Slo(Section):
         """
         if record.status is not Status.CENSORED:
             return self.is_met(record)
-        waited_s = ended_s - record.scheduled_s
+        until_s = ended_s if record.done_s is None else record.done_s
+        waited_s = until_s - record.scheduled_s
         is_late = (self.e2e_s is not None and waited_s > self.e2e_s) or (
             self.ttft_s is not None
             and (waited_s if record.ttft_s is None else record.ttft_s) > self.ttft_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 
 from loadtest.mock.settings import Door, MockSettings
@@ -30,6 +31,20 @@ class MockProcess:
     def address(self, door: Door) -> str:
         """Return HOST:PORT of a door."""
         return f"{_HOST}:{self._ports[door]}"
+
+    async def lateness(self) -> Mapping[str, float]:
+        """Ask how late it wrote against its own plan since this was asked last."""
+        host, _, port = self.address("http").partition(":")
+        async with asyncio.timeout(_STOP_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(b"GET /mock/lateness HTTP/1.1\r\nhost: mock\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.partition(b"content-length: ")[2].split()[0])
+                told: dict[str, float] = json.loads(await reader.readexactly(length))
+            finally:
+                writer.close()
+        return told
 
     async def start(self) -> None:
         """Start, and wait until both doors are open; TargetUnusable if they never are."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.figures import burst, ideal_hit_ratio, interference, makespans, reuse
+from loadtest.figures import burst, ideal_hits, interference, makespans, reuse
 from loadtest.records import Phase, Piece, PlannedRequest, Prompt, Sample, Status
 from loadtest.slo import Slo
 from tests.support.load_records import make_record
@@ -44,7 +44,7 @@ def test_ideal_hits_are_the_longest_prefixes_of_earlier_prompts(
             default=0,
         )
     expected = found / sum(map(len, tokens))
-    assert ideal_hit_ratio(_planned(prompts)) == pytest.approx(expected)
+    assert ideal_hits(_planned(prompts)) == pytest.approx(expected)
 
 
 def _common(own: Sequence[object], other: Sequence[object]) -> int:
@@ -57,7 +57,7 @@ def _common(own: Sequence[object], other: Sequence[object]) -> int:
 
 
 def test_ideal_of_nothing_is_no_number() -> None:
-    assert ideal_hit_ratio([]) is None
+    assert ideal_hits([]) is None
 
 
 def test_reuse_is_told_of_tokens_and_beside_what_was_possible() -> None:

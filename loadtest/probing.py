@@ -1,0 +1,146 @@
+"""Runs the probes of a search against a target, and puts its result together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loadtest.analysis import CONFIDENCE, Origin, analyse
+from loadtest.intervals import wilson
+from loadtest.launch import Watch
+from loadtest.percentiles import share_of
+from loadtest.records import Phase
+from loadtest.result import Probe, RunResult, SearchResult
+from loadtest.run_log import RunLog
+from loadtest.scenario import Scenario
+from loadtest.search import EarlyEnd, RateSearch, SearchOrder, State, knee_rps, state_of
+
+if TYPE_CHECKING:
+    from loadtest.runner import Runner
+
+_LOOK_S = 0.25
+_MIN_REQUESTS = 100  # of a probe; fewer cannot tell 95 % from less
+_MAX_STRETCH = 5.0  # of a probe's time, to get them
+
+RunProbe = Callable[[Scenario, Watch | None], RunLog]
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Decision:
+    state: State | None = None
+
+
+def search(
+    scenario: Scenario, order: SearchOrder, origin: Origin, run: RunProbe, *,
+    budget_s: float, now: Callable[[], float], tell: Tell,
+) -> SearchResult:  # fmt: skip
+    """Probe one rate after another until there is an answer, or the time is over.
+
+    Args:
+        run: sends the load, at most for the scenario's time; a watch may end it early.
+        tell: takes a line after every probe.
+    """
+    began_s = now()
+    rates = RateSearch(order)
+    first: RunResult | None = None
+    while (rate := rates.next_rate()) is not None:
+        at_rate = stretched(scenario.at_rate(rate), rate)
+        if now() - began_s + (at_rate.phases.end_s or 0.0) > budget_s:
+            rates.give_up(f"{budget_s:g} s are over")
+            break
+        decision = _Decision()
+        log = run(at_rate, _ends_early(at_rate, order, decision))
+        result = analyse(log, at_rate, origin)
+        first = first or result
+        if log.is_interrupted and decision.state is None:
+            rates.give_up("stopped while a probe ran")
+            break
+        if result.verdict == "CLIENT_BOUND":
+            rates.give_up(
+                f"this client is not up to {rate:.4g} requests/s: {result.verdict_reason}"
+            )
+            break
+        probe = probe_of(result, rate, order, decision.state)
+        rates.take(probe)
+        tell(
+            f"{rate:8.3f} requests/s: {probe.state}, {probe.attainment.value:.1%} of "
+            f"{probe.attainment.count} good"
+        )
+    assert first is not None  # the first probe runs whatever comes of it
+    return SearchResult(
+        scenario=scenario.model_dump(mode="json"),
+        scenario_digest=scenario.digest,
+        target=first.target,
+        machine=first.machine,
+        commit=first.commit,
+        seed=scenario.seed,
+        started_at=first.started_at,
+        duration_s=now() - began_s,
+        target_share=order.target_share,
+        verdict=rates.verdict or "UNRESOLVED",
+        verdict_reason=rates.reason,
+        best_rps=rates.best_rps,
+        knee_rps=knee_rps(rates.probes),
+        probes=tuple(rates.probes),
+        verified=tuple(rates.verified),
+    )
+
+
+def stretched(scenario: Scenario, rate_rps: float) -> Scenario:
+    """Give a slow rate the time it needs for enough requests."""
+    phases = scenario.phases
+    if phases.measure_s is None:
+        return scenario
+    wanted_s = min(_MIN_REQUESTS / rate_rps, _MAX_STRETCH * phases.measure_s)
+    longer = phases.model_copy(update={"measure_s": max(phases.measure_s, wanted_s)})
+    return scenario.model_copy(update={"phases": longer})
+
+
+def probe_of(
+    result: RunResult, rate_rps: float, order: SearchOrder, decided: State | None = None
+) -> Probe:
+    """Read a run as a point of the curve."""
+    attainment = result.attainment or wilson(0, 0, CONFIDENCE)
+    state, reason = decided or state_of(attainment, order.target_share), "by the interval"
+    if decided:
+        reason = "ended early"
+    if result.verdict == "SATURATED":  # it would miss if it ran longer
+        state, reason = "missed", result.verdict_reason
+    tpot = result.distributions.get("tpot_ms")
+    tpot_ms = share_of(tpot, 0.5) if tpot is not None else None
+    return Probe(
+        offered_rps=rate_rps,
+        achieved_rps=result.rates.get("achieved_rps", 0.0),
+        attainment=attainment,
+        state=state,
+        reason=reason,
+        duration_s=result.duration_s,
+        output_tok_s=result.rates.get("output_tok_s", 0.0),
+        user_tok_s=1000 / tpot_ms if tpot_ms else None,
+        distributions={
+            name: found.model_copy(update={"curve": ()})
+            for name, found in result.distributions.items()
+            if name in ("ttft_ms", "tpot_ms", "e2e_ms")
+        },
+    )
+
+
+def _ends_early(scenario: Scenario, order: SearchOrder, decision: _Decision) -> Watch:
+    early = EarlyEnd(order.target_share, scenario.phases.measure_s or 0.0)
+
+    async def watch(runner: Runner) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now_s = runner.clock()
+            measured = [r for r in runner.log.records if r.phase is Phase.MEASURE]
+            measured.sort(key=lambda record: record.scheduled_s)
+            verdicts = [scenario.slo.judge(record, now_s) for record in measured]
+            decision.state = early.look(verdicts, now_s - scenario.phases.warmup_s)
+            if decision.state is not None:
+                runner.stop()
+                return
+
+    return watch

@@ -1,0 +1,80 @@
+"""`search`: the highest rate that keeps a scenario's SLO."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadtest import options
+from services.common.errors import ConfigError
+
+OK, FAILED = 0, 1
+RESULTS = Path("results")
+
+
+def search(
+    scenario: options.ScenarioName,
+    target: options.Target,
+    attain: Annotated[float, typer.Option(help="Share of requests that must keep the SLO.")] = 0.95,
+    start: Annotated[float, typer.Option(help="Rate of the first probe, sessions a second.")] = 1.0,
+    lowest: Annotated[float, typer.Option(help="Try no lower rate.")] = 0.05,
+    highest: Annotated[float, typer.Option(help="Try no higher rate.")] = 10_000.0,
+    precision: Annotated[
+        float, typer.Option(help="Stop where the next rate that misses is so much higher.")
+    ] = 0.05,
+    verify: Annotated[int, typer.Option(help="Runs of the rate that is found.")] = 3,
+    probe_s: Annotated[
+        float | None, typer.Option(min=1, help="Measured time of a probe; default: the scenario's.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(min=1, help="Longest time of all probes.")] = 3_600.0,
+    ttft_s: Annotated[float | None, typer.Option(min=0, help="SLO of the first token.")] = None,
+    tpot_s: Annotated[float | None, typer.Option(min=0, help="SLO of each token after.")] = None,
+    quick: options.Quick = False,
+    seed: options.Seed = None,
+    api: options.AskedBy = options.ApiName.chat,
+    model: options.Model = "",
+    vocab_size: options.VocabSize = None,
+    ca_file: options.CaFile = None,
+    api_key_file: options.ApiKeyFile = None,
+    out: options.Out = RESULTS,
+    json: options.Json = False,
+) -> int:
+    """Search in open loop: probe rates, halve the bracket, and run the best one again."""
+    from loadtest import probing
+    from loadtest.launch import run_scenario
+    from loadtest.origin import origin
+    from loadtest.outputs import save_search
+    from loadtest.search import SearchOrder
+    from loadtest.slo import Slo
+    from loadtest.summary import summary
+
+    found, base = options.read_scenario(scenario, quick=quick, rate=None, seed=seed)
+    limits = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+    slo = found.slo.model_dump() | {key: value for key, value in limits.items() if value}
+    changes: dict[str, object] = {"slo": Slo(**slo)}
+    if probe_s is not None:
+        changes["phases"] = found.phases.model_copy(update={"measure_s": probe_s})
+    found = found.model_copy(update=changes)
+    if not found.slo.has_limits:
+        raise ConfigError(f"{found.name} has no slo to search for; give --ttft-s or --tpot-s")
+    try:
+        order = SearchOrder(attain, start, lowest, highest, precision=precision, num_verify=verify)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
+    result = probing.search(
+        found,
+        order,
+        origin(),
+        lambda at_rate, watch: run_scenario(at_rate, base, spec, watch),
+        budget_s=budget_s,
+        now=time.monotonic,
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    directory = save_search(out, result)
+    typer.echo(result.model_dump_json(indent=1) if json else summary(result))
+    typer.echo(f"written to {directory}", err=True)
+    return OK if result.verdict == "FOUND" else FAILED

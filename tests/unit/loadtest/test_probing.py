@@ -1,0 +1,115 @@
+"""A whole search against a queue with a known capacity, and how it ends when it cannot go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loadtest.analysis import Origin
+from loadtest.launch import Watch
+from loadtest.probing import search, stretched
+from loadtest.result import SearchResult
+from loadtest.run_log import RunLog
+from loadtest.scenario import Scenario, parse_scenario
+from loadtest.search import SearchOrder
+from loadtest.target import TargetFacts
+from tests.support.load_records import first_come_first_served
+
+ORDER = SearchOrder(target_share=0.95, start_rps=4.0, min_rps=0.5, max_rps=500.0)
+
+
+def _scenario(**more: Any) -> Scenario:
+    values: dict[str, Any] = {
+        "name": "queue",
+        "arrivals": {"kind": "poisson", "rate_rps": 1.0},
+        "workload": {"kind": "fixed", "isl": 100, "osl": 1},
+        "slo": {"ttft_s": 0.5},
+        "phases": {"warmup_s": 5.0, "measure_s": 60.0},
+    }
+    return parse_scenario(values | more, "test")
+
+
+def _served(scenario: Scenario, watch: Watch | None = None) -> RunLog:
+    """Four servers of 100 ms: 40 requests a second."""
+    log = RunLog(TargetFacts("mock", "queue"), "2026-01-01T00:00:00Z")
+    end_s = scenario.phases.end_s or 0.0
+    rng = random.Random(scenario.model_dump_json())
+    due = []
+    for at_s in scenario.arrivals.instants(rng):  # type: ignore[union-attr]  # they are open
+        if at_s >= end_s:
+            break
+        due.append(at_s)
+    for record in first_come_first_served(due, 0.1, 4):
+        record.phase = scenario.phases.at(record.scheduled_s)
+        log.records.append(record)
+    log.duration_s = end_s + 1.0
+    return log
+
+
+def _search(run: Callable[[Scenario, Watch | None], RunLog], **more: Any) -> SearchResult:
+    lines: list[str] = []
+    result = search(
+        _scenario(), ORDER, Origin({"cores": 2}, "abc"), run,
+        budget_s=more.get("budget_s", 1e9), now=more.get("now", lambda: 0.0), tell=lines.append,
+    )  # fmt: skip
+    assert len(lines) == len(result.probes)
+    return result
+
+
+def test_the_capacity_of_a_queue_is_found_within_ten_percent() -> None:
+    result = _search(_served)
+    assert result.verdict == "FOUND", result.verdict_reason
+    assert result.best_rps is not None
+    assert 36 <= result.best_rps <= 40
+    assert len(result.verified) == 3
+    assert all(probe.attainment.value >= 0.95 for probe in result.verified)
+    assert result.knee_rps is not None
+    assert result.target_share == 0.95
+
+
+def test_a_queue_that_grows_misses_although_its_answers_were_still_in_time() -> None:
+    """At 42 a second of 40 the first half minute looks good."""
+    scenario = _scenario(slo={"ttft_s": 30.0})
+    result = search(
+        scenario, ORDER, Origin({}, ""), _served, budget_s=1e9, now=lambda: 0.0, tell=lambda _: None
+    )
+    missed = [probe for probe in result.probes if "falls further" in probe.reason]
+    assert missed
+    assert all(probe.attainment.value == 1 for probe in missed if probe.offered_rps < 60)
+    assert result.best_rps is not None
+    assert result.best_rps < 44
+
+
+def test_a_client_at_its_end_ends_the_search_with_what_is_known() -> None:
+    def run(scenario: Scenario, watch: Watch | None) -> RunLog:
+        log = _served(scenario)
+        if scenario.arrivals.rate_rps > 10:  # type: ignore[union-attr]  # it is Poisson
+            for record in log.records:
+                record.sent_s = record.scheduled_s + 0.05
+        return log
+
+    result = _search(run)
+    assert (result.verdict, result.best_rps) == ("UNRESOLVED", 8.0)
+    assert "this client is not up to 16 requests/s" in result.verdict_reason
+
+
+def test_a_search_keeps_its_budget_and_tells_who_stopped_it() -> None:
+    clock = iter(range(0, 10_000, 50))
+    result = _search(_served, budget_s=300.0, now=lambda: float(next(clock)))
+    assert result.verdict == "UNRESOLVED"
+    assert "300 s are over" in result.verdict_reason
+
+    def stopped(scenario: Scenario, watch: Watch | None) -> RunLog:
+        log = _served(scenario)
+        log.is_interrupted = True
+        return log
+
+    assert _search(stopped).verdict_reason == "stopped while a probe ran"
+
+
+@pytest.mark.parametrize(("rate", "measure_s"), [(10.0, 60.0), (1.0, 100.0), (0.1, 300.0)])
+def test_slow_rates_get_more_time(rate: float, measure_s: float) -> None:
+    assert stretched(_scenario(), rate).phases.measure_s == measure_s
