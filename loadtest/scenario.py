@@ -83,8 +83,8 @@ class Scenario(Section):
 
     name: str = setting(..., "in results and file names", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
     description: str = setting("", "one sentence for people", public=True)
-    arrivals: Annotated[Arrivals, Field(discriminator="kind")]
-    workload: Annotated[Workload, Field(discriminator="kind")]
+    arrivals: Annotated[Arrivals, Field(discriminator="kind", description="when sessions begin")]
+    workload: Annotated[Workload, Field(discriminator="kind", description="what they send")]
     mix: tuple[Share, ...] = setting((Share(),), "shares of the sessions", min_length=1)
     slo: Slo = setting(Slo(), "limits of a good request")
     cache: Literal["natural", "cold", "warm"] = setting(

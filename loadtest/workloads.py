@@ -156,7 +156,7 @@ class Part(Section):
     from_s: float = setting(
         0.0, "none before this time, to see the others without it", unit="s", ge=0
     )
-    workload: Annotated[Workload, Field(discriminator="kind")]
+    workload: Annotated[Workload, Field(discriminator="kind", description="what it sends")]
 
 
 class Mixed(Section):

@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer.main
 
+from loadtest.arrivals import Arrivals, Step
 from loadtest.cli import app as loadtest_app
+from loadtest.options import shipped_names
+from loadtest.scenario import Client, Phases, Scenario, Share
+from loadtest.slo import Slo
+from loadtest.workloads import Part, Spread, Workload
 from services.cli.config_command import config_markdown
 from services.cli.main import app
 from services.common.access import GRPC_POLICY, HTTP_POLICY, Access
 from services.common.config import IsthmusConfig
 from services.common.config_source import iter_fields
 from services.common.errors import ERROR_TABLE, RequestError
+from services.common.settings import Section
 from services.gateway import openai_params, wire_names
 from services.gateway.openai_output import DONE_EVENT, AnswerFacts, StreamWriter
 from services.sim.prices import prices_yaml
@@ -34,6 +40,7 @@ def pages() -> dict[Path, str]:
         docs / "config.md": config_page(),
         docs / "cli.md": cli_page(),
         docs / "http.md": http_page(),
+        docs / "scenarios.md": scenarios_page(),
         Path("loadtest") / "cost.yaml": prices_page(),
     }
 
@@ -237,6 +244,53 @@ line. No event has a name or an id, and there are no comments.
 6. A stream that ends without `[DONE]` and without such an event was cut off: its router died. Its
    chunked body is incomplete (`curl` exits with 18).
 7. Closing the connection cancels the request at every worker."""
+
+
+def scenarios_page() -> str:
+    """Every key of a load test's scenario."""
+    sections: list[str] = []
+    for title, intro, kinds in (
+        ("", "", (Scenario, Phases, Share, Slo, Client)),
+        ("Arrivals", "`arrivals.kind` says when sessions begin.", get_args(Arrivals)),
+        ("Workloads", "`workload.kind` says what a session is.", get_args(Workload)),
+        ("Parts of them", "", (Step, Spread, Part)),
+    ):
+        sections += [f"# {title}", "", intro, ""] if title else []
+        for kind in kinds:
+            sections += [*_section(kind), ""]
+    lines = [
+        "# Scenarios of load tests",
+        "",
+        NOTE,
+        "A scenario is one YAML file: `python -m loadtest run FILE`. Files it names are beside it.",
+        f"Shipped ones, which `run` knows by name: {_code(shipped_names())}; they are in",
+        "`loadtest/scenarios/`. A `tokens` value that may vary is a number or a `Spread`.",
+        "",
+        *sections,
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(kind: type[Section]) -> list[str]:
+    tag = kind.model_fields.get("kind")
+    name = kind.__name__ if tag is None else f"{tag.default}"
+    rows = []
+    for key, info in kind.model_fields.items():
+        if key == "kind":
+            continue
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        unit = str(extra.get("unit", ""))
+        is_plain = isinstance(info.default, str | int | float) and info.default != ""
+        default = "required" if info.is_required() else f"`{info.default}`" if is_plain else ""
+        rows.append((f"`{key}`", unit, default, info.description or ""))
+    meaning = " ".join((kind.__doc__ or "").split())
+    return [
+        f"## {name}",
+        "",
+        meaning,
+        "",
+        *([_table(("key", "unit", "default", "meaning"), rows)] if rows else []),
+    ]
 
 
 def _names(names: Sequence[wire_names.WireName]) -> str:
