@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from loadtest.records import RequestRecord, Status
@@ -18,7 +19,10 @@ from services.common.errors import ConfigError
 from services.sim.cost import CostReport, PoolUsage, RunUsage, TenantUsage, cost_of
 from services.sim.prices import Prices, Role
 
+_STAY = "STAY"  # the mode in which a worker of the prefill pool writes, too
 _ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
+# What cannot be told where the server tells no stages.
+_OF_BUSY_TIME = {"used_usd", "idle_usd", "per_m_used", "opportunity_usd"}
 _Spans = list[tuple[float, float]]
 _VIOLATED = (Status.OK, Status.ERROR, Status.TIMEOUT)  # if not good
 
@@ -67,19 +71,33 @@ def run_cost(log: RunLog, slo: Slo, pricing: Pricing) -> dict[str, Any]:
         num_violated=len(bad),
         num_refused=refused,
     )
-    return _as_facts(cost_of(usage, pricing.prices))
+    facts = _as_facts(cost_of(usage, pricing.prices))
+    if not any(spans.values()):
+        for part in (facts, *facts["pools"]):
+            part.update(dict.fromkeys(_OF_BUSY_TIME & part.keys()))
+        variants = facts["sensitivity"]
+        facts["sensitivity"] = [v for v in variants if not v["name"].startswith("utilisation")]
+    return facts
 
 
 def _served(records: Sequence[RequestRecord], workers: Workers | None) -> dict[Role, set[str]]:
-    """Put workers into pools: who read prompts for others is of the prefill pool."""
-    readers = {record.prefill_worker for record in records if record.prefill_worker}
-    writers = {record.decode_worker for record in records if record.decode_worker} - readers
-    if workers is not None and "aggregated" in workers:
-        return {"aggregated": readers | writers}
-    if not readers and workers is None:
-        return {"aggregated": writers} if writers else {}
-    known: dict[Role, set[str]] = {"prefill": readers, "decode": writers}
-    return {role: names for role, names in known.items() if names or (workers or {}).get(role)}
+    """Put workers into pools: by what they did, and in one pool where none handed over."""
+    prefill, everything = set[str](), set[str]()
+    for record in records:
+        reader = record.prefill_worker or record.decode_worker
+        writer = record.decode_worker or record.prefill_worker
+        everything |= {reader, writer} - {""}
+        if record.mode == _STAY or reader != writer:
+            prefill.add(reader)
+    if workers is None:
+        if not everything:
+            return {}
+        is_split = bool(prefill)
+    else:
+        is_split = "aggregated" not in workers
+    if not is_split:
+        return {"aggregated": everything}
+    return {"prefill": prefill, "decode": everything - prefill}
 
 
 def _pool(
@@ -89,31 +107,37 @@ def _pool(
     workers: Workers | None,
     log: RunLog,
 ) -> PoolUsage:
-    number = len(names) if workers is None else workers.get(role, 0)
-    if number < len(names):
+    if workers is not None and (number := workers.get(role, 0)) < len(names):
         raise ConfigError(f"--workers says {number} {role}, but {len(names)} served")
     prefill = {name: spans.get((name, "prefill"), []) for name in names}
     decode = {name: spans.get((name, "decode"), []) for name in names}
     return PoolUsage(
         role=role,
-        provisioned_s=number * log.duration_s,
+        provisioned_s=_provisioned(role, names, workers, log) * log.duration_s,
         busy_s=sum(_covered_s(prefill[n] + decode[n], log.duration_s) for n in names),
         prefill_busy_s=sum(_covered_s(found, log.duration_s) for found in prefill.values()),
         decode_busy_s=sum(_covered_s(found, log.duration_s) for found in decode.values()),
     )
 
 
+def _provisioned(role: Role, names: set[str], workers: Workers | None, log: RunLog) -> float:
+    """Return how many workers a pool had: as said, else as the target told on the way."""
+    if workers is not None:
+        return workers.get(role, 0)
+    told = [sample.replicas[role] for sample in log.samples if role in sample.replicas]
+    return max(fmean(told) if told else 0.0, len(names))
+
+
 def _spans_by_worker(records: Iterable[RequestRecord]) -> Mapping[tuple[str, str], _Spans]:
     """When each worker had a request in prefill and in decode, on the client's clock."""
     spans: defaultdict[tuple[str, str], _Spans] = defaultdict(list)
     for record in records:
-        if record.chunks:
+        if record.chunks and (took_s := record.stages_ms.get("prefill", 0.0) / 1e3):
             first_s = record.chunks[0].at_s
-            took_s = record.stages_ms.get("prefill", 0.0) / 1e3
             reader = record.prefill_worker or record.decode_worker
             spans[reader, "prefill"].append((first_s - took_s, first_s))
-        if record.done_s is not None:
-            took_s = record.stages_ms.get("decode", 0.0) / 1e3
+        took_s = record.stages_ms.get("decode", 0.0) / 1e3
+        if record.done_s is not None and took_s:
             writer = record.decode_worker or record.prefill_worker
             spans[writer, "decode"].append((record.done_s - took_s, record.done_s))
     return spans

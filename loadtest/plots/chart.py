@@ -18,6 +18,7 @@ _HEIGHT = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
 _MAX_POINTS = 400  # more than there are pixels on a phone
 _ROW = 46  # height of a bar with its label
+_WIDEST_TICK = 52
 _LABEL = 15  # the text of a row above its bar
 
 Point = tuple[float, float]
@@ -33,6 +34,8 @@ class Axis:
     low: float | None = None  # None: from the values
     high: float | None = None
     may_be_log: bool = False  # where the values spread far enough
+    steps: Sequence[float] = ()  # distances of ticks to prefer
+    is_whole: bool = False  # shows numbers of things
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,11 @@ def _ys(plot: LinePlot) -> list[float]:
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> Scale:
     if axis.may_be_log and axis.low is None and suits_log(values):
-        return log_scale(min(values), max(values), start, end)
+        gap = _WIDEST_TICK if end > start else _LABEL
+        return log_scale(min(values), max(values), start, end, gap)
     low = min(values, default=0.0) if axis.low is None else axis.low
     high = max(values, default=1.0) if axis.high is None else axis.high
-    return linear_scale(low, high, start, end)
+    return linear_scale(low, high, start, end, steps=axis.steps, is_whole=axis.is_whole)
 
 
 def _series(series: Series, x: Scale, y: Scale) -> Markup:

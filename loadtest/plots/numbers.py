@@ -57,9 +57,12 @@ _NEARLY_ALL = 0.9995
 def seconds_axis(value: float) -> str:
     """A point of a run: 30 s, 2:30 min."""
     whole = round(value)
-    if abs(value) < 120:
+    if abs(value) < 120 and (whole != 60 or value != whole):
         return f"{significant(value)} s"
     return f"{whole // 60} min" if whole % 60 == 0 else f"{whole // 60}:{whole % 60:02d} min"
+
+
+CLOCK_STEPS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
 
 
 def unit_of(name: str) -> str:

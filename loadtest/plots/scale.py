@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MAX_LOG_TICKS = 6
@@ -32,11 +33,25 @@ class Scale:
         return math.log10(value) if self.is_log else value
 
 
-def linear_scale(low: float, high: float, start: float, end: float, max_ticks: int = 5) -> Scale:
-    """Make an axis that begins and ends at ticks."""
+def linear_scale(
+    low: float,
+    high: float,
+    start: float,
+    end: float,
+    *,
+    steps: Sequence[float] = (),
+    is_whole: bool = False,
+) -> Scale:
+    """Make an axis that begins and ends at ticks.
+
+    Args:
+        steps: distances of ticks to prefer where one is long enough, such as those of clocks.
+        is_whole: ticks between whole numbers mean nothing.
+    """
     if not high > low:
         low, high = (low - 0.5, low + 0.5) if low else (0.0, 1.0)
-    step = _step((high - low) / max_ticks)
+    least = max((high - low) / _MAX_TICKS, 1.0 if is_whole else 0.0)
+    step = next((step for step in steps if step >= least), None) or _step(least)
     first, last = math.floor(low / step + _SLACK), math.ceil(high / step - _SLACK)
     # A multiple of the step, not a sum of steps, which would gather rounding errors.
     ticks = tuple(number * step for number in range(first, last + 1))
@@ -44,6 +59,7 @@ def linear_scale(low: float, high: float, start: float, end: float, max_ticks: i
 
 
 _SLACK = 1e-9
+_MAX_TICKS = 5
 
 
 def _step(least: float) -> float:
@@ -51,17 +67,25 @@ def _step(least: float) -> float:
     return next(step * size for step in _STEPS if step * size >= least * (1 - _SLACK))
 
 
-def log_scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Make a logarithmic axis that ends at 1, 2 or 5 times a power of ten; values are positive."""
+def log_scale(low: float, high: float, start: float, end: float, gap: float = 0.0) -> Scale:
+    """Make a logarithmic axis that ends at 1, 2 or 5 times a power of ten; values are positive.
+
+    Args:
+        gap: pixels between ticks, so that what stands there has room.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     round_values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     least = max(value for value in round_values if value <= low * (1 + _SLACK))
     most = min(value for value in round_values if value >= high * (1 - _SLACK) and value > least)
-    for factors in ((1, 2, 5), (1, 5), (1,)):
+    pixels_a_power = abs(end - start) / math.log10(most / least)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
         wanted = [factor * 10.0**power for power in powers for factor in factors]
         ticks = [value for value in wanted if least <= value <= most]
-        if len(ticks) <= _MAX_LOG_TICKS:
+        closest = min((math.log10(b / a) for a, b in pairwise(ticks)), default=math.inf)
+        if len(ticks) <= _MAX_LOG_TICKS and closest * pixels_a_power >= gap:
             break
+    if len(ticks) == 1:
+        ticks = [least, most]
     every = math.ceil(len(ticks) / _MAX_LOG_TICKS)
     return Scale(least, most, start, end, tuple(ticks[::every]), is_log=True)
 

@@ -233,8 +233,9 @@ def _time_plot(
     if not known:
         return Markup()
     told = "; ".join(f"{s.name} {_range(s.points, tick)}" for s in known)
-    x = Axis("time since the run began", numbers.seconds_axis)
-    return line_plot(LinePlot(title, f"{told}.", x, Axis(label, tick, low=0.0), known))
+    x = Axis("time since the run began", numbers.seconds_axis, steps=numbers.CLOCK_STEPS_S)
+    y = Axis(label, tick, low=0.0, is_whole=label in ("requests", "workers"))
+    return line_plot(LinePlot(title, f"{told}.", x, y, known))
 
 
 def _range(points: Sequence[Point], tick: Callable[[float], str]) -> str:
@@ -273,7 +274,7 @@ def _group_row(group: Group) -> list[str]:
     kept = (
         NONE if share is None else parts.noted(numbers.percent(share.value), parts.interval(share))
     )
-    row: list[str] = [group.name, str(group.num_requests), kept]
+    row: list[str] = [group.name, f"{group.num_requests:,}", kept]
     for name in _GROUP_FIGURES:
         told = parts.by_share(group.distributions.get(name))
         for share_of in (0.5, 0.99):

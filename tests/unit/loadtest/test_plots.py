@@ -46,6 +46,18 @@ def test_ticks_are_round() -> None:
     assert linear_scale(0.0, 1.0, 0, 1).ticks == pytest.approx((0, 0.2, 0.4, 0.6, 0.8, 1.0))
     assert log_scale(3.0, 40.0, 0, 1).ticks == (2, 5, 10, 20, 50)
     assert log_scale(3.0, 9e5, 0, 1).ticks == (10, 100, 1000, 10_000, 100_000, 1_000_000)
+    assert log_scale(3.0, 40.0, 0, 100, gap=30.0).ticks == (3, 10, 30)
+    assert log_scale(3.0, 40.0, 0, 100, gap=90.0).ticks == (2, 50)
+
+
+def test_ticks_of_clocks_and_of_things_are_those_people_expect() -> None:
+    clock = linear_scale(0.0, 241.0, 0, 1, steps=numbers.CLOCK_STEPS_S)
+    assert [numbers.seconds_axis(tick) for tick in clock.ticks] == [
+        "0 s", "1 min", "2 min", "3 min", "4 min", "5 min",
+    ]  # fmt: skip
+    assert linear_scale(0.0, 2.0, 0, 1, is_whole=True).ticks == (0, 1, 2)
+    assert linear_scale(0.0, 30.0, 0, 1, is_whole=True).ticks == (0, 10, 20, 30)
+    assert linear_scale(0.0, 1e6, 0, 1, steps=numbers.CLOCK_STEPS_S).ticks[-1] == 1e6
 
 
 def test_an_axis_is_logarithmic_only_where_values_are_positive_and_far_apart() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.analysis import Origin, analyse
 from loadtest.options import pricing_of
-from loadtest.records import RequestRecord, Status
+from loadtest.records import RequestRecord, Sample, Status
 from loadtest.run_command import priced
 from loadtest.run_cost import Pricing, parse_workers, run_cost
 from loadtest.run_log import RunLog
@@ -64,6 +64,35 @@ def test_without_a_prefill_pool_workers_do_both() -> None:
     cost = run_cost(log, SLO, Pricing(Prices()))
     assert [pool["role"] for pool in cost["pools"]] == ["aggregated"]
     assert cost["pools"][0]["prefill_usd"] > cost["pools"][0]["decode_usd"] > 0
+
+
+def test_a_worker_of_the_decode_pool_that_did_all_alone_stays_in_it() -> None:
+    """Some targets name it as the reader, too; one that stayed is of the prefill pool."""
+    log = _log(
+        _record(0, 1.0, mode="REMOTE"),
+        _record(1, 2.0, mode="LOCAL", prefill_worker="d1", decode_worker="d1"),
+        _record(2, 3.0, mode="STAY", prefill_worker="p1", decode_worker="p1"),
+    )
+    cost = run_cost(log, SLO, Pricing(PRICES))
+    assert [(pool["role"], pool["gpu_h"]) for pool in cost["pools"]] == [
+        ("prefill", pytest.approx(20 / 3600)),
+        ("decode", pytest.approx(20 / 3600)),
+    ]
+
+
+def test_without_stages_nobody_knows_how_busy_workers_were() -> None:
+    cost = run_cost(_log(_record(0, 1.0, stages_ms={})), SLO, Pricing(PRICES))
+    assert cost["total_usd"] == pytest.approx(0.03)
+    assert cost["per_m_output"] == pytest.approx(0.02 / 11 * 1e6)
+    assert (cost["used_usd"], cost["idle_usd"], cost["per_m_used"]) == (None, None, None)
+    assert [pool["used_usd"] for pool in cost["pools"]] == [None, None]
+
+
+def test_workers_that_the_target_told_of_cost_though_they_served_nobody() -> None:
+    log = _log(_record(0, 1.0))
+    log.samples = [Sample(float(n), 1, replicas={"prefill": 1, "decode": 1 + n}) for n in range(3)]
+    pools = run_cost(log, SLO, Pricing(PRICES))["pools"]
+    assert [pool["gpu_h"] for pool in pools] == pytest.approx([10 / 3600, 20 / 3600])
 
 
 def test_tenants_pay_the_whole_between_them_and_failures_are_not_served() -> None:
