@@ -11,6 +11,9 @@ import pytest
 from tools import plot_sizing
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "operations" / "sizing"
+_AGAIN = (
+    "run `python tools/plot_sizing.py docs/operations/sizing/example.json docs/operations/sizing`"
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ def test_the_drawings_of_the_guide_are_of_its_example(name: str, draw: object) -
     assert callable(draw)
     plan = json.loads((EXAMPLE / "example.json").read_text())
     drawn = draw(plan)
-    assert drawn == (EXAMPLE / name).read_text(), "run `python tools/plot_sizing.py`"
+    assert drawn == (EXAMPLE / name).read_text(), _AGAIN
     root = ElementTree.fromstring(drawn)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
