@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -14,13 +15,20 @@ from loadtest.credentials import ApiKeys
 from loadtest.prompt_bytes import IdBytes
 from loadtest.records import Chunk, Piece, PlannedRequest, RequestRecord, Status
 from loadtest.server_timing import take_message
-from loadtest.target import TargetFacts, TargetUnusable
+from loadtest.target import ClusterLook, TargetFacts, TargetUnusable
 from services.common.errors import ERROR_TABLE
-from services.pb import common_pb2, inference_pb2, inference_pb2_grpc
+from services.pb import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 CONNECT_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 16 << 20
 _CHANNELS = 4  # servers bound the streams of one connection
+_LOOK_TIMEOUT_S = 1.0
 _SLACK_S = 0.5  # the server hears of the deadline, and may act on it a little before us
 _REJECTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 _OPTIONS = (
@@ -95,7 +103,7 @@ class GrpcTarget:
         call = next(self._stubs).Generate(message, timeout=timeout_s, metadata=metadata)
         chunks, last = record.chunks, None
         try:
-            async for frame in call:
+            while isinstance(frame := await call.read(), inference_pb2.GenerateFrame):
                 if frame.num_tokens:
                     chunks.append(Chunk(clock(), frame.num_tokens))
                 last = frame
@@ -108,6 +116,23 @@ class GrpcTarget:
             call.cancel()  # of a call that is over, nothing
             record.num_heard = record.osl = sum(chunk.num_tokens for chunk in chunks)
         _finish(record, last)
+
+    async def look(self) -> ClusterLook | None:
+        """Ask the router for its workers; None where the key may not, or nobody knows."""
+        try:
+            status = await admin_pb2_grpc.AdminStub(self._channels[0]).ClusterStatus(
+                admin_pb2.ClusterStatusRequest(),
+                timeout=_LOOK_TIMEOUT_S,
+                metadata=self._metadata(""),
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        live = [worker for worker in status.workers if worker.state == "live"]
+        at_workers = sum(worker.in_flight for worker in status.workers)
+        return ClusterLook(
+            replicas=dict(Counter(worker.role for worker in live)),
+            queued=max(0, status.requests_open - at_workers) + sum(w.load.waiting for w in live),
+        )
 
     async def close(self) -> None:
         """Close the connections."""

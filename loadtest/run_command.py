@@ -170,7 +170,9 @@ def _watch(scenario: Scenario) -> Watch:
     async def show(runner: Runner) -> None:
         def look() -> LiveState:
             now_s = runner.clock()
-            return meter.look(now_s, phases.at(now_s), runner.log.records)
+            samples = runner.log.samples
+            replicas = samples[-1].replicas if samples else None
+            return meter.look(now_s, phases.at(now_s), runner.log.records, replicas=replicas)
 
         await watch(look)
 

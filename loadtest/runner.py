@@ -20,12 +20,13 @@ from loadtest.arrivals import Offline
 from loadtest.records import PlannedRequest, RequestRecord, Sample, Status
 from loadtest.run_log import RunLog
 from loadtest.schedule import Schedule, Session
-from loadtest.target import LiveTarget, TargetFacts
+from loadtest.target import ClusterLook, LiveTarget, LookingTarget, TargetFacts
 from services.common.wording import counted
 
 CLIENT_FULL = "client_full"
 _TICK_S = 0.02  # how often the lag of the loop is looked at
 _SAMPLE_S = 0.1
+_LOOK_S = 1.0  # rare: a look costs the server something
 _WARMING_AT_ONCE = 8
 _EARLY_S = 50e-6
 _CANCEL_S = 5.0  # for targets to let go of cancelled requests
@@ -73,6 +74,7 @@ class Runner:
         self._fault: BaseException | None = None
         self._is_over = False  # nothing more is sent
         self._num_cut = 0
+        self._seen: ClusterLook | None = None
 
     def stop(self) -> None:
         """End the run now, with what there is."""
@@ -86,7 +88,7 @@ class Runner:
             await self._warm()
         with _rare_collections():
             self.clock.start()
-            helpers = [asyncio.ensure_future(self._sample())]
+            helpers = [asyncio.ensure_future(self._sample()), asyncio.ensure_future(self._look())]
             work = asyncio.ensure_future(self._send_all(sessions))
             helpers.append(asyncio.ensure_future(self._wait_until_stopped(work)))
             try:
@@ -98,8 +100,9 @@ class Runner:
                 self._is_over = True
                 await self._cancel(work, *helpers, *self._tasks)
                 self.log.duration_s = self.clock()
-        if not work.cancelled():
-            work.result()
+        for task in (work, *helpers):
+            if not task.cancelled():
+                task.result()  # a fault of ours is no result
         if self._fault is not None:
             raise self._fault
         if self._num_cut:
@@ -242,6 +245,15 @@ class Runner:
         if failed:
             self._note(f"{len(failed)} of {len(requests)} prefixes could not be sent ahead")
 
+    async def _look(self) -> None:
+        """See what is behind the target, now and then; not again if it cannot be seen at first."""
+        if not isinstance(self._target, LookingTarget):
+            return
+        self._seen = await self._target.look()
+        while self._seen is not None:
+            await asyncio.sleep(_LOOK_S)
+            self._seen = await self._target.look() or self._seen
+
     async def _sample(self) -> None:
         """Look at this client's own loop: what it does late it measures late."""
         worst_s, next_s = 0.0, 0.0
@@ -251,8 +263,13 @@ class Runner:
             now = self.clock()
             worst_s = max(worst_s, now - wanted)
             if now >= next_s:
-                self.log.samples.append(Sample(now, self.in_flight, worst_s))
+                self.log.samples.append(self._sample_of(now, worst_s))
                 worst_s, next_s = 0.0, now + _SAMPLE_S
+
+    def _sample_of(self, now: float, lag_s: float) -> Sample:
+        if self._seen is None:
+            return Sample(now, self.in_flight, lag_s)
+        return Sample(now, self.in_flight, lag_s, self._seen.replicas, self._seen.queued)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

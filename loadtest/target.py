@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from loadtest.records import PlannedRequest, RequestRecord
 
@@ -43,6 +43,23 @@ class LiveTarget(Protocol):
 
     async def close(self) -> None:
         """Let go of connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLook:
+    """What is behind a target at one moment."""
+
+    replicas: Mapping[str, int]  # live workers, by pool
+    queued: int  # requests that wait for a worker or in one
+
+
+@runtime_checkable
+class LookingTarget(Protocol):
+    """A target that can see what is behind it."""
+
+    async def look(self) -> ClusterLook | None:
+        """Look; None when that failed, and no exception."""
         ...
 
 

@@ -12,8 +12,8 @@ from loadtest.records import Chunk, Phase, PlannedRequest, RequestRecord, Status
 from loadtest.run_log import RunLog
 from loadtest.runner import CLIENT_FULL, RunClock, Runner
 from loadtest.scenario import parse_scenario
-from loadtest.schedule import make_schedule
-from loadtest.target import TargetFacts
+from loadtest.schedule import Schedule, make_schedule
+from loadtest.target import ClusterLook, TargetFacts
 from tests.support.virtual_time import VirtualTimeLoop, run_virtual
 
 FACTS = TargetFacts(kind="fake", address="here")
@@ -48,14 +48,18 @@ class FakeTarget:
         return
 
 
-def run(takes_s: float, stop_at_s: float | None = None, **values: Any) -> tuple[RunLog, FakeTarget]:
+def small_schedule(**values: Any) -> Schedule:
     base = {
         "name": "x",
         "arrivals": {"kind": "constant", "rate_rps": 2},
         "workload": {"kind": "fixed", "isl": 4, "osl": 2},
         "phases": {"measure_s": 10},
     }
-    schedule = make_schedule(parse_scenario(base | values, "x.yaml"), Path())
+    return make_schedule(parse_scenario(base | values, "x.yaml"), Path())
+
+
+def run(takes_s: float, stop_at_s: float | None = None, **values: Any) -> tuple[RunLog, FakeTarget]:
+    schedule = small_schedule(**values)
     loop = VirtualTimeLoop()
     clock = RunClock(loop.time)
     target = FakeTarget(takes_s, clock)
@@ -214,6 +218,50 @@ def test_samples_tell_what_is_open_and_how_late_the_loop_is() -> None:
     assert len(log.samples) == pytest.approx(16.5 / 0.11, rel=0.15)
 
 
+class LookedAt(FakeTarget):
+    looks = 0
+
+    async def look(self) -> ClusterLook | None:
+        self.looks += 1
+        return None if self.looks == 3 else ClusterLook({"decode": self.looks}, queued=0)
+
+
+class NeverSeen(FakeTarget):
+    looks = 0
+
+    async def look(self) -> ClusterLook | None:
+        self.looks += 1
+        return None
+
+
+def run_on(kind: type[FakeTarget]) -> tuple[RunLog, FakeTarget]:
+    loop = VirtualTimeLoop()
+    clock = RunClock(loop.time)
+    target = kind(1.0, clock)
+
+    async def main() -> RunLog:
+        return await Runner(small_schedule(), target, FACTS, clock).run()
+
+    return run_virtual(loop, main()), target
+
+
+def test_samples_tell_what_is_behind_the_target_as_last_seen() -> None:
+    log, _ = run_on(LookedAt)
+
+    seen = [sample.replicas.get("decode", 0) for sample in log.samples]
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2, *range(4, 12)}  # the third look failed
+    assert {sample.queued for sample in log.samples} == {0}
+
+
+def test_what_cannot_be_seen_at_first_is_not_looked_at_again() -> None:
+    log, target = run_on(NeverSeen)
+
+    assert isinstance(target, NeverSeen)
+    assert target.looks == 1
+    assert {sample.queued for sample in log.samples} == {None}
+
+
 def test_a_fault_of_a_target_is_raised_and_no_result() -> None:
     class Broken(FakeTarget):
         async def send(
@@ -221,18 +269,5 @@ def test_a_fault_of_a_target_is_raised_and_no_result() -> None:
         ) -> None:
             raise KeyError("a bug")
 
-    loop = VirtualTimeLoop()
-    clock = RunClock(loop.time)
-    values = {
-        "name": "x",
-        "arrivals": {"kind": "constant", "rate_rps": 2},
-        "workload": {"kind": "fixed", "isl": 4, "osl": 2},
-        "phases": {"measure_s": 10},
-    }
-    schedule = make_schedule(parse_scenario(values, "x.yaml"), Path())
-
-    async def main() -> RunLog:
-        return await Runner(schedule, Broken(1.0, clock), FACTS, clock).run()
-
     with pytest.raises(KeyError, match="a bug"):
-        run_virtual(loop, main())
+        run_on(Broken)
