@@ -30,9 +30,10 @@ def search_page(result: SearchResult) -> str:
         parts.section("Goodput", parts.plots(_goodput(result), _attainment(result))),
         parts.section("Latencies against rate", parts.plots(*_latencies(result))),
         parts.section("Speed for one user, speed for one GPU", parts.plots(_pareto(result))),
+        parts.section("Splits of the workers", _splits_table(result)),
         parts.section(
             "Probes",
-            _table("In the order of their rates", _by_rate(result.probes)),
+            _table("In the order of their rates", _by_rate(_asked(result))),
             _table("The best rate again", result.verified),
         ),
         cost_section(result.cost),
@@ -43,13 +44,13 @@ def search_page(result: SearchResult) -> str:
 
 def _headline(result: SearchResult) -> list[Tile]:
     tiles = [
-        Tile("Highest rate", parts.optional("_rps", result.best_rps), "requests offered"),
+        Tile("Highest rate", parts.optional("_rps", result.best_rps), "sessions offered"),
         Tile(
             "Knee",
             parts.optional("_rps", result.knee_rps),
             "from here goodput gains less than load",
         ),
-        Tile("Probes", str(len(result.probes)), f"in {numbers.seconds_axis(result.duration_s)}"),
+        Tile("Probes", str(len(_asked(result))), f"in {numbers.seconds_axis(result.duration_s)}"),
     ]
     if result.verified:
         kept = sum(probe.state == "met" for probe in result.verified)
@@ -57,6 +58,15 @@ def _headline(result: SearchResult) -> list[Tile]:
             Tile("Verified", f"{kept} of {len(result.verified)}", "runs of the highest rate")
         )
     return tiles
+
+
+def _asked(result: SearchResult) -> Sequence[Probe]:
+    """Return the probes without the later runs of the best rate, which are told apart."""
+    latest_first = list(reversed(result.probes))
+    for probe in result.verified:
+        if probe in latest_first:
+            latest_first.remove(probe)
+    return latest_first[::-1]
 
 
 def _by_rate(probes: Sequence[Probe]) -> list[Probe]:
@@ -91,15 +101,16 @@ def _goodput(result: SearchResult) -> Markup:
     ]
     if not series:
         return Markup()
-    most = max(probe.offered_rps for probe in result.probes)
-    every = Series("all requests good", [(0.0, 0.0), (most, most)], colour=8, is_dashed=True)
+    # Not the offered rate itself: that is of sessions, which may send several requests.
+    sent = [(probe.offered_rps, probe.achieved_rps) for probe in _by_rate(result.probes)]
+    every = Series("all that were sent", sent, colour=8, is_dashed=True)
     best = max((p for p in result.probes), key=lambda probe: probe.goodput_rps[1])
     told = (
         "The band is the interval of the share of good requests. The most good requests, "
         f"{numbers.figure('_rps', best.goodput_rps[1])}, came at "
         f"{numbers.figure('_rps', best.offered_rps)}."
     )
-    x = Axis("offered rate, requests/s", numbers.count, low=0.0)
+    x = Axis("offered rate, sessions/s", numbers.count, low=0.0)
     y = Axis("good requests/s", numbers.count, low=0.0)
     plot = LinePlot("Goodput against rate", told, x, y, [*series, every], _marks(result))
     return line_plot(plot)
@@ -133,7 +144,7 @@ def _attainment(result: SearchResult) -> Markup:
     share = numbers.percent(result.target_share)
     kept = sum(probe.state == "met" for probe in result.probes)
     told = f"{kept} of {len(result.probes)} probes kept {share}."
-    x = Axis("offered rate, requests/s", numbers.count, low=0.0)
+    x = Axis("offered rate, sessions/s", numbers.count, low=0.0)
     y = Axis("share of good requests", numbers.percent, 0.0, 1.0)
     marks = [Mark(result.target_share, f"wanted {share}", is_horizontal=True)]
     return line_plot(LinePlot("Requests within the SLO", told, x, y, series, marks))
@@ -165,7 +176,7 @@ def _latency(result: SearchResult, name: str) -> Markup:
     )
     title = numbers.title_of(name)
     told = f"At the highest rate tried its p50 is {numbers.figure(name, series[0].points[-1][1])}."
-    x = Axis("offered rate, requests/s", numbers.count, low=0.0)
+    x = Axis("offered rate, sessions/s", numbers.count, low=0.0)
     y = Axis(title, numbers.milliseconds, may_be_log=True)
     return line_plot(LinePlot(f"{title} against rate", told, x, y, series, marks))
 
@@ -205,6 +216,28 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
         if not best or point[1] > best[-1][1]:
             best.append(point)
     return best[::-1]
+
+
+def _splits_table(result: SearchResult) -> Markup:
+    rows = []
+    for split, probes in _splits(result).items():
+        met = [probe for probe in probes if probe.state == "met"]
+        best = met[-1] if met else None
+        rows.append(
+            [
+                split,
+                parts.optional("_rps", best.offered_rps if best else None),
+                parts.optional("_rps", best.goodput_rps[1] if best else None),
+                parts.optional("_rps", _lowest(probes, "missed")),
+            ]
+        )
+    headers = ["", "highest rate met", "goodput there", "lowest rate missed"]
+    return parts.cards(parts.table("By split", headers, rows)) if len(rows) > 1 else Markup()
+
+
+def _lowest(probes: Sequence[Probe], state: str) -> float | None:
+    """Return the lowest rate with an outcome."""
+    return min((probe.offered_rps for probe in probes if probe.state == state), default=None)
 
 
 def _table(caption: str, probes: Sequence[Probe]) -> Markup:

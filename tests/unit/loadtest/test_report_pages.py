@@ -20,6 +20,7 @@ from tests.support.load_results import (
     make_records,
     make_run,
     make_search,
+    make_split_search,
 )
 
 VOID = {"meta", "link", "br"}
@@ -183,6 +184,21 @@ def test_a_comparison_and_a_search_cannot_be_broken_out_of() -> None:
         search.model_copy(update={"probes": probes, "verdict_reason": HOSTILE}),
     ):
         check_is_closed_and_harmless(Page(report_page(result)))
+
+
+def test_splits_of_the_workers_are_told_apart_and_repeated_runs_once() -> None:
+    page = Page(report_page(make_split_search()))
+    check_is_closed_and_harmless(page)
+    texts = page.texts
+    at = texts.index("By split")
+    told = [text for text in texts[at : at + 20] if text.strip()]
+    assert told[1:13] == [
+        "highest rate met", "goodput there", "lowest rate missed",
+        "2 prefill, 2 decode", "12/s", "11.9/s", "16/s",
+        "3 prefill, 1 decode", "8/s", "7.92/s", "10/s",
+        "Probes",
+    ]  # fmt: skip
+    assert texts.count("2 prefill, 2 decode") == 1 + 2 + 5  # of legends, of probes
 
 
 def test_the_frontier_is_what_no_other_point_beats_in_both() -> None:
