@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadtest.plots import numbers
-from loadtest.plots.chart import Axis, LinePlot, Mark, Series, line_plot
+from loadtest.plots.chart import Axis, LinePlot, Mark, Point, Series, line_plot
 from loadtest.plots.markup import Markup, join
 from loadtest.report import parts
 from loadtest.report.curves import cost_section, provenance, scenario_name, slo_limits_ms
@@ -155,30 +155,38 @@ def _latencies(result: SearchResult) -> list[Markup]:
 
 
 def _latency(result: SearchResult, name: str) -> Markup:
-    series = []
-    for colour, share in enumerate((0.5, 0.99), start=1):
-        known = [
-            (probe.offered_rps, percentile.value)
-            for probe in _by_rate(result.probes)
-            if (found := probe.distributions.get(name)) is not None
-            for percentile in found.percentiles
-            if percentile.share == share and percentile.value is not None
-        ]
-        if known:
-            series.append(Series(parts.share_name(share), known, colour=colour))
+    """Draw p50 and p99 of one pair of pools, or the p99 of each split."""
+    splits = _splits(result)
+    if len(splits) > 1:
+        shown = [(split, probes, 0.99) for split, probes in splits.items()]
+    else:
+        shown = [(parts.share_name(share), _by_rate(result.probes), share) for share in (0.5, 0.99)]
+    series = [
+        Series(told, points, colour=number % _COLOURS + 1)
+        for number, (told, probes, share) in enumerate(shown)
+        if (points := _percentile_points(probes, name, share))
+    ]
     if not series:
         return Markup()
     limit = slo_limits_ms(result.scenario).get(name)
-    marks = (
-        []
-        if limit is None
-        else [Mark(limit, f"SLO {numbers.milliseconds(limit)}", is_horizontal=True)]
-    )
-    title = numbers.title_of(name)
-    told = f"At the highest rate tried its p50 is {numbers.figure(name, series[0].points[-1][1])}."
+    marks = []
+    if limit is not None:
+        marks.append(Mark(limit, f"SLO {numbers.milliseconds(limit)}", is_horizontal=True))
+    title = f"{numbers.title_of(name)}{' p99' if len(splits) > 1 else ''}"
+    ends = [f"{line.name} {numbers.figure(name, line.points[-1][1])}" for line in series]
+    told = f"At the highest rate: {', '.join(ends)}."
     x = Axis("offered rate, sessions/s", numbers.count, low=0.0)
     y = Axis(title, numbers.milliseconds, may_be_log=True)
     return line_plot(LinePlot(f"{title} against rate", told, x, y, series, marks))
+
+
+def _percentile_points(probes: Sequence[Probe], name: str, share: float) -> list[Point]:
+    points = []
+    for probe in probes:
+        percentile = parts.by_share(probe.distributions.get(name)).get(share)
+        if percentile is not None and percentile.value is not None:
+            points.append((probe.offered_rps, percentile.value))
+    return points
 
 
 def _pareto(result: SearchResult) -> Markup:

@@ -198,7 +198,7 @@ def test_splits_of_the_workers_are_told_apart_and_repeated_runs_once() -> None:
         "3 prefill, 1 decode", "8/s", "7.92/s", "10/s",
         "Probes",
     ]  # fmt: skip
-    assert texts.count("2 prefill, 2 decode") == 1 + 2 + 5  # of legends, of probes
+    assert texts.count("2 prefill, 2 decode") == 1 + 4 + 5  # of legends, of probes
 
 
 def test_the_frontier_is_what_no_other_point_beats_in_both() -> None:
