@@ -278,9 +278,7 @@ async def test_requests_go_on_while_the_store_is_emptied(store_url: str) -> None
                 call = make_call(prompt=[seed + 1] * 100)
                 assert (await cluster.ask(call)).tokens() == reference(call)
                 await asyncio.sleep(0.03)
-        await eventually(
-            lambda: all(w.slot is not None for w in cluster.router.view().workers), 3.0
-        )
+        await eventually(lambda: all(w.slot is not None for w in cluster.router.view().workers))
 
 
 async def test_starts_without_a_store_and_finds_everything_later(tmp_path: Path) -> None:
