@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import settings
+from services.runtime.grpc_polling import poll_where_it_is_awaited
 
 if TYPE_CHECKING:
     from services.common.config import IsthmusConfig
@@ -88,6 +89,7 @@ def router(
 
         settings.check_files(loaded)
         return run_group(loaded)
+    poll_where_it_is_awaited(os.environ)
     from services.gateway.main import run_router
     from services.models.catalog import resolve
 
