@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -82,6 +83,7 @@ _Generate = Callable[[WriteOutputs], Awaitable[None]]
 
 _INLINE_PARSE_BYTES = 64 << 10  # larger bodies are parsed in a thread
 _TRUE = ("1", "true")
+_MAX_JSON_TEXTS = 1 << 15
 
 
 class HttpDoor:
@@ -364,6 +366,10 @@ class _LiveStream:
         self.events.note_written(0, num_tokens)
 
 
+# Of single tokens, which are few and come again and again.
+_json_of = functools.lru_cache(_MAX_JSON_TEXTS)(json_text)
+
+
 class _EventWriter:
     """Writes one event for each text, with the shortest way of everything."""
 
@@ -379,7 +385,7 @@ class _EventWriter:
         transport = self._transport
         if self._flow.write_paused or transport.is_closing():
             return False
-        data = json_text(text)
+        data = _json_of(text)
         head = self._heads.get(len(data))
         if head is None:
             size = len(self._head) + len(data) + len(self._tail) - len(CHUNK_END)

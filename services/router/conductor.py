@@ -311,9 +311,9 @@ class Conductor:
     def _take_rows(self, link: WorkerLink, rows: bytes) -> None:
         """Take tokens that came as rows, each by the shortest way it can go."""
         worker_id, now = link.info.worker_id, self._clock.now()
-        acks: dict[tuple[int, int], int] = {}
+        acks: dict[int, int] = {}
         for number, attempt, index, token_id in TOKEN_ROW.iter_unpack(rows):
-            acks[(number, 0)] = index
+            acks[number] = index
             request = self._open.get(number)
             if request is None:
                 continue
@@ -330,14 +330,13 @@ class Conductor:
     def _take_tokens(self, link: WorkerLink, messages: Iterable[worker_pb2.Tokens]) -> None:
         """As _apply and _guard, without their partials: this happens for every token."""
         worker_id, now = link.info.worker_id, self._clock.now()
-        acks: dict[tuple[int, int], int] = {}
         for message in messages:
             number = message.request
             request = self._open.get(number)
             try:
                 tokens = read_tokens(message)
                 if tokens.token_ids:
-                    acks[(number, tokens.choice)] = tokens.end_index - 1
+                    link.ack({number: tokens.end_index - 1}, tokens.choice)
                 if request is None:
                     continue
                 leg = request.progress.open_leg(worker_id, message.attempt)
@@ -346,7 +345,6 @@ class Conductor:
             except Exception as error:
                 if request is not None:
                     self._fault(request, error)
-        link.ack(acks)
 
     def _apply(
         self,

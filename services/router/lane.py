@@ -49,9 +49,9 @@ class Lane:
         if not text or not self._write(text):
             return False
         plain.token_ids.append(token_id)
-        self._marks.newest_token = now
-        self._times.append(now)
-        if len(self._times) >= _NOTED_AT_ONCE:
+        times = self._times
+        times.append(now)
+        if len(times) >= _NOTED_AT_ONCE:
             self._note()
         return True
 
@@ -62,5 +62,6 @@ class Lane:
 
     def _note(self) -> None:
         if self._times:
+            self._marks.newest_token = self._times[-1]
             self._sink.note(self._times)
             self._times = []

@@ -128,7 +128,7 @@ class WorkerLink:
         self._work: list[worker_pb2.Work] = []
         self._cancels: list[worker_pb2.Cancel] = []
         self._migrates: list[worker_pb2.Migrate] = []
-        self._acks: dict[tuple[int, int], int] = {}
+        self._acks: dict[int, dict[int, int]] = {}  # by choice and request
         self._ping_due = False
         self._wake = asyncio.Event()
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -187,15 +187,19 @@ class WorkerLink:
             self._migrates.append(worker_pb2.Migrate(request=request, attempt=attempt))
             self._wake.set()
 
-    def ack(self, indexes: Mapping[tuple[int, int], int]) -> None:
-        """Note which tokens are ours now, as the last index by request and choice.
+    def ack(self, indexes: Mapping[int, int], choice: int = 0) -> None:
+        """Note which tokens of one choice are ours now, as the last index by request.
 
         Sent with the next frame or soon.
         """
-        if not self.is_up:
+        if not (indexes and self.is_up):
             return
-        self._acks.update(indexes)
-        if self._acks and self._ack_timer is None:
+        acks = self._acks.get(choice)
+        if acks is None:
+            self._acks[choice] = dict(indexes)
+        else:
+            acks.update(indexes)
+        if self._ack_timer is None:
             loop = asyncio.get_running_loop()
             self._ack_timer = loop.call_later(self._config.ack_delay_s, self._wake.set)
 
@@ -416,7 +420,8 @@ class WorkerLink:
             migrate=self._migrates,
             ack=[
                 worker_pb2.Ack(request=request, choice=choice, index=index)
-                for (request, choice), index in self._acks.items()
+                for choice, indexes in self._acks.items()
+                for request, index in indexes.items()
             ],
         )
         if self._ping_due:

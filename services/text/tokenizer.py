@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ class TextModel:
         self._token_bytes = token_bytes
         self._max_token_bytes = max_token_bytes
         self._guard = ControlTokenGuard(token_bytes.special_texts())
-        self._whole_texts: dict[int, str] = {}  # of the vocabulary at most
+        # A table's own look-up: this is asked for every token.
+        self.whole_text: Callable[[int], str | None] = _WholeTexts(
+            manifest.vocab_size, self.text_bytes
+        ).__getitem__
 
     @staticmethod
     def load(model_dir: Path) -> TextModel:
@@ -159,15 +162,6 @@ class TextModel:
             return b""
         return self._token_bytes.bytes_of(token_id)
 
-    def whole_text(self, token_id: int) -> str | None:
-        """Give the same as text; None where they begin or end within a character."""
-        text = self._whole_texts.get(token_id)
-        if text is None:
-            text = whole_text(self.text_bytes(token_id))
-            if text is not None and 0 <= token_id < self.manifest.vocab_size:
-                self._whole_texts[token_id] = text
-        return text
-
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, never shown to clients."""
         return self._token_bytes.is_special(token_id)
@@ -175,6 +169,24 @@ class TextModel:
     def _least_tokens(self, text: str) -> int:
         """Give a lower bound on the tokens of a text without tokenising it."""
         return -(-len(text.encode()) // self._max_token_bytes) if self._max_token_bytes else 0
+
+
+class _WholeTexts(dict[int, str | None]):
+    """What a token adds to an answer, as text; None where it begins or ends within a character.
+
+    Filled as tokens come, with no more than the vocabulary.
+    """
+
+    def __init__(self, vocab_size: int, text_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._text_bytes = text_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = whole_text(self._text_bytes(token_id))
+        if 0 <= token_id < self._vocab_size:
+            self[token_id] = text
+        return text
 
 
 def _utf8_length(token: str) -> int:

@@ -146,8 +146,8 @@ def test_tokens_are_told_of_in_groups_and_the_rest_at_the_end() -> None:
         assert lane.take(W0, 1, index, 11, float(index))
     assert client.num_short == 40
     assert len(client.times) == 32
-    assert request.progress.marks.newest_token == 40.0
     request.close_lane()
+    assert request.progress.marks.newest_token == 40.0
     assert client.times == [float(index) for index in range(1, 41)]
     assert leg.next_index == [41]
     request.close_lane()
