@@ -180,6 +180,7 @@ class Cluster:
         async def write(outputs: Sequence[RouterOutput]) -> None:
             sink.is_open = False
             door.outputs.extend(outputs)
+            await asyncio.sleep(0)  # as a connection does
             sink.is_open = True
 
         await self.router.generate(replace(call, sink=sink), write)
