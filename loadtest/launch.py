@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterable
@@ -60,6 +61,7 @@ def run_scenario(
     schedule = make_schedule(scenario, base, _salt(scenario))
     if spec.url.startswith(_SIM):
         return _simulated(schedule, spec.url.removeprefix(_SIM))
+    _allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(schedule, spec, watch))
 
@@ -159,6 +161,12 @@ def _some(schedule: Schedule) -> Iterable[PlannedRequest]:
         for turn in range(_PROBED_TURNS)
         for request in schedule.next_of_lane(lane, turn, 0.0)
     )
+
+
+def _allow_connections() -> None:
+    """Let this process have as many open files as it may: each stream over HTTP is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _salt(scenario: Scenario) -> str:
