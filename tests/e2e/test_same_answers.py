@@ -93,12 +93,17 @@ def test_single_worker_gives_the_golden_ids(
 def test_every_mode_gives_the_single_workers_tokens(
     pair: Cluster, prompts: list[Prompt], expected: dict[str, list[int]], mode: str
 ) -> None:
-    for round_name in ("miss or hit", "hit"):
-        for prompt in prompts:
-            body = request(prompt.token_ids, max_tokens=MAX_TOKENS)
-            answer = generate(pair.grpc, body, mode=mode)
-            assert answer.token_ids[0] == expected[prompt.name], (prompt.name, round_name)
-            assert answer.mode == mode
+    """One by one, miss or hit; then hits, several at a time."""
+
+    def check(prompt: Prompt) -> None:
+        answer = generate(pair.grpc, request(prompt.token_ids, max_tokens=MAX_TOKENS), mode=mode)
+        assert answer.token_ids[0] == expected[prompt.name], prompt.name
+        assert answer.mode == mode
+
+    for prompt in prompts:
+        check(prompt)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(check, prompts))) == len(prompts)
     pair.assert_no_blocks_in_use()
 
 
