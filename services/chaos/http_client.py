@@ -153,10 +153,11 @@ def _hear_object(answer: Any, heard: Heard) -> None:
     if answer.get("usage"):
         usage = answer["usage"]
         heard.usage = (usage["prompt_tokens"], usage["completion_tokens"])
-    if "isthmus" in answer:
-        heard.migrations = answer["isthmus"]["migrations"]
-        heard.plane = answer["isthmus"]["plane"]
-        heard.was_blind = answer["isthmus"]["routed_locally"]
+    told = answer.get("isthmus", {})
+    if "migrations" in told:  # events with tokens tell only how many
+        heard.migrations = told["migrations"]
+        heard.plane = told["plane"]
+        heard.was_blind = told["routed_locally"]
 
 
 def _hear_choice(choice: Any, heard: Heard) -> None:
