@@ -16,6 +16,8 @@ PYTEST := $(BIN)/python -m pytest
 # file stays in one process, which keeps its fixtures; in the order of their names the long waits of
 # integration are not left to the end.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A cluster keeps two cores busy for half of its time. Those that are hurt on purpose stay alone.
+TWO_CLUSTERS := -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := services kernels loadtest tools tests
 EXTRAS := ray,kubernetes,test,dev
 
@@ -105,7 +107,7 @@ integration: setup ## one real seam each: store, gRPC, ZMQ
 	$(PYTEST) $(SIDE_BY_SIDE) tests/integration
 
 e2e: setup ## every process of a cluster on this machine
-	$(PYTEST) tests/e2e
+	$(PYTEST) $(TWO_CLUSTERS) tests/e2e
 
 chaos: setup ## the ones of them that kill, freeze and cut
 	$(PYTEST) -m chaos tests
@@ -115,7 +117,8 @@ gpu: setup ## what needs CUDA; skipped without
 
 test: setup static ## what CI runs: static checks and every test that needs no GPU
 	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/extra
-	$(PYTEST) tests/e2e tests/chaos
+	$(PYTEST) $(TWO_CLUSTERS) tests/e2e
+	$(PYTEST) tests/chaos
 
 test-extra: test ## the same, plus what needs programs a fresh machine lacks (skipped if absent)
 	$(PYTEST) tests/extra
