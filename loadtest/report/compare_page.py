@@ -18,21 +18,19 @@ KINDS = {"better": "good", "worse": "bad"}
 
 def compare_page(result: CompareResult) -> str:
     """Make the report of one comparison."""
-    title = f"{result.name_a} or {result.name_b}?"
-    about = (
-        f"A is {result.name_a}, B is {result.name_b} · {scenario_name(result.a.scenario)} · "
-        f"intervals of {numbers.percent(result.confidence)}"
-    )
+    title = f"{scenario_name(result.a.scenario)}: is B better than A?"
+    confidence = numbers.percent(result.confidence)
+    about = (f"A is {result.name_a}", f"B is {result.name_b}", f"Intervals of {confidence}")
     word = f"B is {result.verdict}" if result.verdict in KINDS else result.verdict
     return parts.document(
         title,
-        parts.header(title, about),
+        parts.header(title, *about),
         parts.verdict(word, KINDS.get(result.verdict, ""), result.verdict_reason),
         _warnings(result),
         parts.section("What changed", parts.plots(_changes(result)), _metrics(result)),
         _curves(result),
         parts.section("What differs", _differences(result)),
-        parts.section("The two runs", _run(result.name_a, result.a), _run(result.name_b, result.b)),
+        parts.section("The two runs", _run("A", result.a), _run("B", result.b)),
         parts.section("Definitions", parts.definitions([*result.a.distributions, "goodput_rps"])),
     )
 
@@ -40,7 +38,7 @@ def compare_page(result: CompareResult) -> str:
 def _warnings(result: CompareResult) -> Markup:
     if not result.warnings:
         return Markup()
-    told = [tag("p", warning) for warning in result.warnings]
+    told = [tag("p", parts.sentence(warning)) for warning in result.warnings]
     return tag("div", parts.badge("not alike", "bad"), *told, class_="card verdict bad")
 
 
@@ -48,9 +46,12 @@ def _changes(result: CompareResult) -> Markup:
     spans = [span for metric in result.metrics if (span := _span(metric)) is not None]
     if not spans:
         return Markup()
-    told = "; ".join(f"{span.label}: {span.kind}" for span in spans)
+    by_verdict: dict[str, list[str]] = {"worse": [], "better": [], "inconclusive": []}
+    for metric in result.metrics:
+        by_verdict[metric.verdict].append(numbers.title_of(metric.name))
+    told = "; ".join(f"{word}: {', '.join(names)}" for word, names in by_verdict.items() if names)
     axis = Axis("change from A to B, % of A", _signed)
-    return span_plot(SpanPlot("Changes and their intervals", f"{told}.", axis, spans))
+    return span_plot(SpanPlot("Changes and their intervals", parts.sentence(told), axis, spans))
 
 
 def _signed(value: float) -> str:
@@ -96,10 +97,7 @@ def _row(metric: MetricChange) -> list[str]:
 
 
 def _curves(result: CompareResult) -> Markup:
-    arms = {
-        f"A: {result.name_a}": result.a.distributions,
-        f"B: {result.name_b}": result.b.distributions,
-    }
+    arms = {"A": result.a.distributions, "B": result.b.distributions}
     limits = slo_limits_ms(result.a.scenario)
     return parts.section(
         "Latencies", parts.plots(*(latency_plot(name, arms, limits.get(name)) for name in CURVES))
