@@ -28,7 +28,7 @@ def fault(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arivals": {}}, 'x.yaml: arivals: unknown key; did you mean "arrivals"?'),
+        ({"arrivls": {}}, 'x.yaml: arrivls: unknown key; did you mean "arrivals"?'),
         (
             {"arrivals": {"kind": "poison", "rate_rps": 1}},
             'x.yaml: arrivals: no such kind; did you mean "poisson"?',
@@ -53,13 +53,13 @@ def test_faults_name_the_key(changes: dict[str, Any], message: str) -> None:
 
 
 def test_names_keys_inside_parts_of_a_mixed_workload() -> None:
-    part = {"name": "a", "weigth": 1, "workload": {"kind": "fixed", "isl": 8, "osl": 2}}
+    part = {"name": "a", "weigh": 1, "workload": {"kind": "fixed", "isl": 8, "osl": 2}}
 
     message = fault({"workload": {"kind": "mixed", "parts": [part]}})
 
     assert message.splitlines() == [
         "x.yaml: workload.parts.0.weight: Field required",
-        'x.yaml: workload.parts.0.weigth: unknown key; did you mean "weight"?',
+        'x.yaml: workload.parts.0.weigh: unknown key; did you mean "weight"?',
     ]
 
 
