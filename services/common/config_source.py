@@ -62,10 +62,10 @@ def read_yaml(path: Path, root: type[BaseModel]) -> Source:
     raw = _load_yaml(path)
     flat: dict[str, object] = {}
     for section, fields in raw.items():
-        if not isinstance(fields, dict):
+        if section not in root.model_fields and not (isinstance(fields, dict) and fields):
             hint = did_you_mean(str(section), list(root.model_fields))
-            if section not in root.model_fields:
-                raise ConfigError(f"{path}: unknown section {section!r}{hint}")
+            raise ConfigError(f"{path}: unknown section {section!r}{hint}")
+        if not isinstance(fields, dict):
             raise ConfigError(f"{path}: section {section!r} must hold keys and values")
         flat.update({f"{section}.{key}": value for key, value in fields.items()})
     origins = {key: str(path) for key in flat}

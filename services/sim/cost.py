@@ -246,7 +246,7 @@ def _check(usage: RunUsage) -> None:
         raise ValueError("a run to be priced has a duration, pools and tenants")
     for pool in usage.pools:
         # Sums of times that were rounded may be a hair above the whole.
-        if not 0 <= pool.busy_s <= pool.provisioned_s * (1 + 1e-9):
+        if not 0 <= pool.busy_s <= pool.provisioned_s * (1 + 1e-6):
             raise ValueError(
                 f"pool {pool.role} was busy for {pool.busy_s} s of {pool.provisioned_s} s"
             )

@@ -229,6 +229,7 @@ def test_the_file_of_defaults_says_what_leaving_them_out_says(tmp_path: Path) ->
     [
         ("prefill: {rent_per_gpu: 1}", 'did you mean "rent_per_gpu_h"'),
         ("prefil: {mode: own}", 'did you mean "prefill"'),
+        ("prefil: {}", 'did you mean "prefill"'),
         ("decode: {mode: lease}", "decode.mode"),
         ("decode: {rent_per_gpu_h: .nan}", "decode.rent_per_gpu_h"),
         ("decode: {rent_per_gpu_h: '1'}", "decode.rent_per_gpu_h"),
