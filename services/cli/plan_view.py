@@ -66,7 +66,10 @@ def _option_lines(title: str, option: Option) -> Iterator[str]:
     yield f"  utilisation   {_utilisation(option)}"
     limit = option.limit
     if limit is not None:
-        yield f"  limit         {limit.limit}: {limit.size}: {limit.attainment:.3f}"
+        yield (
+            f"  limit         {limit.limit}, {option.limiting_role} workers: "
+            f"{limit.attainment:.3f} with {limit.size}"
+        )
     if option.busier is not None:
         yield f"  +20 % load    {_KEPT[option.busier.outcome]}: {_attained(option.busier)}"
 
@@ -133,6 +136,7 @@ def _option_json(option: Option) -> dict[str, object]:
         "check": None if option.check is None else _trial_json(option.check),
         "fewer": [_trial_json(trial) for trial in option.fewer],
         "limit": None if option.limit is None else option.limit.limit,
+        "limiting_pool": option.limiting_role,
         "busier": None if option.busier is None else _trial_json(option.busier),
         "cost": cost,
     }

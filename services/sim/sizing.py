@@ -17,7 +17,7 @@ from services.kv.layout import BLOCK_TOKENS
 from services.sim.alone import check_reach, each_alone
 from services.sim.cost import CostReport, cost_of
 from services.sim.performance import PerformanceModel
-from services.sim.prices import Prices
+from services.sim.prices import Prices, Role
 from services.sim.search import PairSearch, least_pool, pair_guess
 from services.sim.trials import OutOfTime, Run, Size, Slo, Trial, Trials
 from services.sim.workload import Workload, faster
@@ -63,6 +63,14 @@ class Option:
     def limit(self) -> Trial | None:
         """The worker whose lack would hurt most; None with nothing to take away."""
         return min(self.fewer, key=lambda t: t.attainment) if self.fewer else None
+
+    @property
+    def limiting_role(self) -> Role | None:
+        """The pool of that worker."""
+        if self.limit is None:
+            return None
+        ours, theirs = self.size.workers(), self.limit.size.workers()
+        return next(role for role, number in ours.items() if theirs[role] < number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +253,15 @@ class _Search:
 
 def compare(two: Option | None, one: Option | None) -> Verdict:
     """Say which kind costs less, if the trials can tell."""
+    verdict = _compared(two, one)
+    doubtful = [str(o.size) for o in (two, one) if o is not None and not o.is_confirmed]
+    if not doubtful:
+        return verdict
+    said = f"{verdict.sentence} (not confirmed by other runs: {', '.join(doubtful)})"
+    return replace(verdict, sentence=said)
+
+
+def _compared(two: Option | None, one: Option | None) -> Verdict:
     if two is None and one is None:
         return Verdict(None, 0.0, "neither two pools nor one pool of that many workers is enough")
     if one is None or (two is not None and two.usd_per_h < one.least_usd_per_h):

@@ -180,6 +180,16 @@ def test_costs_that_the_trials_cannot_tell_apart_are_called_so(strict: Sizing) -
     assert compare(two, None).choice == TWO_POOLS
     assert compare(None, one).choice == ONE_POOL
     assert compare(None, None).choice is None
+    unsure = compare(two, replace(one, check=None)).sentence
+    assert unsure.endswith(f"(not confirmed by other runs: {one.size})")
+
+
+def test_the_limit_names_the_pool_and_what_breaks_there(strict: Sizing) -> None:
+    two, one = both(strict)
+    assert two.limit is not None
+    assert (two.limit.limit, two.limiting_role) == ("TTFT", "prefill")
+    assert two.limit.size == replace(two.size, num_prefill=two.size.num_prefill - 1)
+    assert one.limiting_role == "aggregated"
 
 
 def test_runs_of_a_trace_share_no_request_and_start_at_zero() -> None:
