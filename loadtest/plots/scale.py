@@ -48,18 +48,27 @@ def linear_scale(
         steps: distances of ticks to prefer where one is long enough, such as those of clocks.
         is_whole: ticks between whole numbers mean nothing.
     """
-    if not high > low:
-        low, high = (low - 0.5, low + 0.5) if low else (0.0, 1.0)
-    least = max((high - low) / _MAX_TICKS, 1.0 if is_whole else 0.0)
-    step = next((step for step in steps if step >= least), None) or _step(least)
-    first, last = math.floor(low / step + _SLACK), math.ceil(high / step - _SLACK)
+    size = max(abs(low), abs(high))
+    if high - low <= _EQUAL * size:  # nothing but rounding between them, or nothing
+        low, high = low - size / 2, high + size / 2
+    if size < _NOTHING:
+        low, high = 0.0, 1.0
+    least = max((high - low) / _MAX_STEPS, 1.0 if is_whole else 0.0)
+    while True:
+        step = next((step for step in steps if step >= least), None) or _step(least)
+        first, last = math.floor(low / step + _SLACK), math.ceil(high / step - _SLACK)
+        if last - first <= _MAX_STEPS:
+            break
+        least = step * (1 + 2 * _SLACK)  # its ends lie beyond those of the values: the next one
     # A multiple of the step, not a sum of steps, which would gather rounding errors.
     ticks = tuple(number * step for number in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], start, end, ticks)
 
 
 _SLACK = 1e-9
-_MAX_TICKS = 5
+_EQUAL = 1e-6
+_NOTHING = 1e-12  # smaller than anything that is measured, and what floats still divide
+_MAX_STEPS = 5
 
 
 def _step(least: float) -> float:
@@ -93,4 +102,4 @@ def log_scale(low: float, high: float, start: float, end: float, gap: float = 0.
 def suits_log(values: Iterable[float]) -> bool:
     """Whether values are positive and spread so far that a linear axis would hide the small."""
     known = list(values)
-    return bool(known) and min(known) > 0 and max(known) / min(known) >= _LOG_FROM_RATIO
+    return bool(known) and min(known) > _NOTHING and max(known) / min(known) >= _LOG_FROM_RATIO

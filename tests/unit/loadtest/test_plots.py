@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loadtest.plots import numbers
@@ -18,13 +18,16 @@ POSITIVE = st.floats(1e-6, 1e9)
 
 
 @given(low=VALUES, high=VALUES)
+@example(low=12.2, high=12.200000000000001)
+@example(low=0.0, high=0.0)
+@example(low=-3.0, high=-3.0)
+@example(low=0.0, high=5e-324)
 def test_a_linear_axis_holds_its_values_between_few_even_ticks(low: float, high: float) -> None:
-    assume(low == high or high - low > 1e-6 * max(abs(low), abs(high)))
     low, high = min(low, high), max(low, high)
     scale = linear_scale(low, high, 0.0, 100.0)
     slack = 1e-6 * (scale.high - scale.low)
     assert scale.low - slack <= low <= high <= scale.high + slack
-    assert 2 <= len(scale.ticks) <= 8
+    assert 2 <= len(scale.ticks) <= 6
     steps = [b - a for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert scale.at(scale.low) == 0.0
@@ -52,6 +55,7 @@ def test_ticks_are_round() -> None:
 
 def test_ticks_of_clocks_and_of_things_are_those_people_expect() -> None:
     clock = linear_scale(0.0, 241.0, 0, 1, steps=numbers.CLOCK_STEPS_S)
+    assert linear_scale(40.0, 257.0, 0, 1).ticks == (0, 100, 200, 300)
     assert [numbers.seconds_axis(tick) for tick in clock.ticks] == [
         "0 s", "1 min", "2 min", "3 min", "4 min", "5 min",
     ]  # fmt: skip
@@ -64,6 +68,7 @@ def test_an_axis_is_logarithmic_only_where_values_are_positive_and_far_apart() -
     assert suits_log([1.0, 20.0])
     assert not suits_log([1.0, 19.0])
     assert not suits_log([0.0, 100.0])
+    assert not suits_log([5e-324, 100.0])
     assert not suits_log([])
 
 
