@@ -8,11 +8,6 @@ from typing import Annotated
 
 import typer
 
-from loadtest.outputs import REPORT_FILE
-from loadtest.report.page import report_page
-from loadtest.result import RunResult
-from loadtest.results import ResultUnreadable, check_raw_file, load_result, result_path
-
 EXIT_UNREADABLE = 1
 
 
@@ -23,6 +18,11 @@ def report(
     ] = None,
 ) -> None:
     """Make report.html of a run, a search or a comparison, and say where it is."""
+    from loadtest.outputs import REPORT_FILE
+    from loadtest.report.page import report_page
+    from loadtest.result import RunResult
+    from loadtest.results import ResultUnreadable, check_raw_file, load_result, result_path
+
     try:
         found = load_result(result)
     except ResultUnreadable as error:
