@@ -12,7 +12,7 @@ from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario
 
 _NUMBERS = 1 << 32  # of requests a block may have
-_MIN_BLOCK_S = 5.0
+_MIN_BLOCK_S = 2.0
 
 
 def order_of(num_blocks: int) -> Iterator[tuple[int, Literal["a", "b"]]]:

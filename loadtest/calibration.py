@@ -106,6 +106,8 @@ async def _floor(door: Door, order: Order) -> Figures:
         "itl_p50_error_ms": _minus(medians.get("itl_ms"), order.itl_ms),
         "itl_mean_error_ms": _minus(itl.mean, order.itl_ms),
         "itl_p99_error_ms": _minus(share_of(itl, 0.99), order.itl_ms),
+        "ttft_sent_p50_error_ms": _minus(medians.get("ttft_sent_ms"), order.service_ms),
+        "dispatch_p50_ms": medians.get("dispatch_delay_ms"),
         "dispatch_p99_ms": None if dispatch.value is None else dispatch.value * 1000,
         **{f"server_{name}": value for name, value in lateness.items()},
     }

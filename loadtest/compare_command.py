@@ -51,7 +51,7 @@ def compare(
     from loadtest.summary import summary
 
     read = CompareRules() if rules is None else read_rules(rules)
-    if "://" not in a and "://" not in b:
+    if not options.is_target(a) and not options.is_target(b):
         records: Records | None = None
         try:
             result = compare_stored(Path(a), Path(b), read)

@@ -77,6 +77,11 @@ Out = Annotated[Path, typer.Option(help="Directory that gets a directory for eac
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+def is_target(text: str) -> bool:
+    """Whether this is an address and no file."""
+    return "://" in text or text.startswith("sim:")
+
+
 def shipped_names() -> list[str]:
     """Return the names of the scenarios that come with the program."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))

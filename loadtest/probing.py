@@ -28,6 +28,14 @@ RunProbe = Callable[[Scenario, Watch | None], RunLog]
 Tell = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How workers are split."""
+
+    prefill: int
+    decode: int
+
+
 @dataclass(slots=True)
 class _Decision:
     state: State | None = None
@@ -47,7 +55,9 @@ def search(
     rates = RateSearch(order)
     first: RunResult | None = None
     while (rate := rates.next_rate()) is not None:
-        at_rate = stretched(scenario.at_rate(rate), rate)
+        # Runs of the rate that is left must not repeat what was already seen: others of it.
+        seed = scenario.seed + rates.num_reruns
+        at_rate = stretched(scenario.at_rate(rate).model_copy(update={"seed": seed}), rate)
         if now() - began_s + (at_rate.phases.end_s or 0.0) > budget_s:
             rates.give_up(f"{budget_s:g} s are over")
             break
@@ -89,6 +99,52 @@ def search(
     )
 
 
+def search_splits(total: int, search_at: Callable[[Pools], SearchResult]) -> SearchResult:
+    """Search with so many workers in two pools; the best split's result, with every probe.
+
+    Capacity rises with the size of the smaller pool until the other one is: from the middle on it
+    is climbed in steps that are halved, instead of trying every split.
+    """
+    found: dict[int, SearchResult] = {}
+
+    def capacity(prefill: int) -> float:
+        if not 0 < prefill < total:
+            return -1.0
+        if prefill not in found:
+            pools = Pools(prefill, total - prefill)
+            found[prefill] = _placed(search_at(pools), pools)
+        return found[prefill].best_rps or 0.0
+
+    best, step = total // 2, max(1, total // 4)
+    while step:
+        higher = max((best, best - step, best + step), key=capacity)
+        step = step if higher != best else step // 2
+        best = higher
+    chosen = found[best]
+    others = [probe for prefill in sorted(found) for probe in found[prefill].probes]
+    return chosen.model_copy(
+        update={
+            "probes": tuple(others),
+            "duration_s": sum(result.duration_s for result in found.values()),
+            "verdict_reason": f"{best} prefill and {total - best} decode workers, the best of "
+            f"{len(found)} splits: {chosen.verdict_reason}",
+        }
+    )
+
+
+def _placed(result: SearchResult, pools: Pools) -> SearchResult:
+    changes = {
+        "gpus": pools.prefill + pools.decode,
+        "prefill_workers": pools.prefill,
+        "decode_workers": pools.decode,
+    }
+    probes, verified = (
+        tuple(probe.model_copy(update=changes) for probe in part)
+        for part in (result.probes, result.verified)
+    )
+    return result.model_copy(update={"probes": probes, "verified": verified})
+
+
 def stretched(scenario: Scenario, rate_rps: float) -> Scenario:
     """Give a slow rate the time it needs for enough requests."""
     phases = scenario.phases
@@ -100,7 +156,10 @@ def stretched(scenario: Scenario, rate_rps: float) -> Scenario:
 
 
 def probe_of(
-    result: RunResult, rate_rps: float, order: SearchOrder, decided: State | None = None
+    result: RunResult,
+    rate_rps: float,
+    order: SearchOrder,
+    decided: State | None = None,
 ) -> Probe:
     """Read a run as a point of the curve."""
     attainment = result.attainment or wilson(0, 0, CONFIDENCE)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadtest import options
 from services.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loadtest.probing import Pools
+    from loadtest.result import SearchResult
 
 OK, FAILED = 0, 1
 RESULTS = Path("results")
@@ -22,6 +26,10 @@ def search(
     start: Annotated[float, typer.Option(help="Rate of the first probe, sessions a second.")] = 1.0,
     lowest: Annotated[float, typer.Option(help="Try no lower rate.")] = 0.05,
     highest: Annotated[float, typer.Option(help="Try no higher rate.")] = 10_000.0,
+    split: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of a sim: target: so many workers, and the best two pools."),
+    ] = None,
     precision: Annotated[
         float, typer.Option(help="Stop where the next rate that misses is so much higher.")
     ] = 0.05,
@@ -64,17 +72,33 @@ def search(
         order = SearchOrder(attain, start, lowest, highest, precision=precision, num_verify=verify)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
-    result = probing.search(
-        found,
-        order,
-        origin(),
-        lambda at_rate, watch: run_scenario(at_rate, base, spec, watch),
-        budget_s=budget_s,
-        now=time.monotonic,
-        tell=lambda line: typer.echo(line, err=True),
-    )
+
+    def search_at(url: str) -> SearchResult:
+        spec = options.spec_of(url, api, model, vocab_size, ca_file, api_key_file)
+        return probing.search(
+            found,
+            order,
+            origin(),
+            lambda at_rate, watch: run_scenario(at_rate, base, spec, watch),
+            budget_s=budget_s,
+            now=time.monotonic,
+            tell=lambda line: typer.echo(line, err=True),
+        )
+
+    if split is None:
+        result = search_at(target)
+    else:
+        result = probing.search_splits(split, lambda pools: search_at(_with_pools(target, pools)))
     directory = save_search(out, result)
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
     typer.echo(f"written to {directory}", err=True)
     return OK if result.verdict == "FOUND" else FAILED
+
+
+def _with_pools(target: str, pools: Pools) -> str:
+    """Return a simulation's address with these pools."""
+    if not target.startswith("sim:"):
+        raise ConfigError("--split needs a sim: target: a cluster cannot be split anew by a client")
+    told = target.removeprefix("sim:").split(",")
+    kept = [part for part in told if part and part.partition("=")[0] not in ("prefill", "decode")]
+    return f"sim:{','.join([f'prefill={pools.prefill}', f'decode={pools.decode}', *kept])}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, cast
 
 import httptools
@@ -147,7 +148,7 @@ class Connection(asyncio.Protocol):
         except (ValueError, TypeError, KeyError, AttributeError):
             self._send(400, _error("invalid_request"))
             return
-        answer = self._door.desk.plan(self._loop.time(), wanted)
+        answer = self._door.desk.plan(monotonic(), wanted)
         if answer.fault:
             self._send(_FAULTS[answer.fault], _error(answer.fault))
             return
@@ -161,7 +162,7 @@ class Connection(asyncio.Protocol):
 
     def _stream(self, writer: _Writer, index: int) -> None:
         chunks = writer.answer.chunks
-        self._door.lateness.note(self._loop.time() - chunks[index][0])
+        self._door.lateness.note(monotonic() - chunks[index][0])
         is_last = index == len(chunks) - 1
         self._write(writer.event(index) + (writer.end() if is_last else b""))
         if is_last:
@@ -178,7 +179,8 @@ class Connection(asyncio.Protocol):
         self._next()
 
     def _at(self, at_s: float, call: Callable[..., None], *args: object) -> None:
-        self._timer = self._loop.call_at(at_s, call, *args)
+        # The loop's own clock has whole milliseconds.
+        self._timer = self._loop.call_later(max(0.0, at_s - monotonic()), call, *args)
 
     def _send(self, status: int, body: bytes, *, with_body: bool = True) -> None:
         head = _head(status, b"application/json", len(body))

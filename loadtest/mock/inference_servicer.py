@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -59,19 +60,18 @@ class MockInference(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateFrame]:
         """Write frames when they are due."""
-        loop = asyncio.get_running_loop()
         wanted = request.max_tokens if request.HasField("max_tokens") else _DEFAULT_TOKENS
         if not wanted:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "invalid_request: max_tokens must not be 0"
             )
-        answer = self._desk.plan(loop.time(), wanted)
+        answer = self._desk.plan(monotonic(), wanted)
         if answer.fault:
             await context.abort(_FAULTS[answer.fault], f"{answer.fault}: as asked for")
         first_index = 0
         for index, (at_s, num_tokens) in enumerate(answer.chunks):
-            await asyncio.sleep(at_s - loop.time())
-            self._lateness.note(loop.time() - at_s)
+            await asyncio.sleep(at_s - monotonic())
+            self._lateness.note(monotonic() - at_s)
             frame = inference_pb2.GenerateFrame(
                 first_index=first_index, num_tokens=num_tokens, text="word " * num_tokens
             )

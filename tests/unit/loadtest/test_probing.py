@@ -10,13 +10,14 @@ import pytest
 
 from loadtest.analysis import Origin
 from loadtest.launch import Watch
-from loadtest.probing import search, stretched
+from loadtest.probing import Pools, search, search_splits, stretched
 from loadtest.result import SearchResult
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.search import SearchOrder
 from loadtest.target import TargetFacts
 from tests.support.load_records import first_come_first_served
+from tests.support.load_results import make_search
 
 ORDER = SearchOrder(target_share=0.95, start_rps=4.0, min_rps=0.5, max_rps=500.0)
 
@@ -60,8 +61,15 @@ def _search(run: Callable[[Scenario, Watch | None], RunLog], **more: Any) -> Sea
 
 
 def test_the_capacity_of_a_queue_is_found_within_ten_percent() -> None:
-    result = _search(_served)
+    loads: list[Scenario] = []
+
+    def run(scenario: Scenario, watch: Watch | None) -> RunLog:
+        loads.append(scenario)
+        return _served(scenario)
+
+    result = _search(run)
     assert result.verdict == "FOUND", result.verdict_reason
+    assert len({load.seed for load in loads[-4:]}) == 4  # three re-runs, and what came before
     assert result.best_rps is not None
     assert 36 <= result.best_rps <= 40
     assert len(result.verified) == 3
@@ -113,3 +121,27 @@ def test_a_search_keeps_its_budget_and_tells_who_stopped_it() -> None:
 @pytest.mark.parametrize(("rate", "measure_s"), [(10.0, 60.0), (1.0, 100.0), (0.1, 300.0)])
 def test_slow_rates_get_more_time(rate: float, measure_s: float) -> None:
     assert stretched(_scenario(), rate).phases.measure_s == measure_s
+
+
+SEARCHED = make_search()
+
+
+@pytest.mark.parametrize("total", [2, 3, 8, 17])
+@pytest.mark.parametrize("prefill_share", [0.1, 0.35, 0.5, 0.9])
+def test_the_best_split_is_climbed_to(total: int, prefill_share: float) -> None:
+    """The pool that is too small for its part of the work is what limits."""
+    tried: list[int] = []
+
+    def search_at(pools: Pools) -> SearchResult:
+        tried.append(pools.prefill)
+        capacity = min(pools.prefill / prefill_share, pools.decode / (1 - prefill_share))
+        return SEARCHED.model_copy(update={"best_rps": capacity})
+
+    best = max(min(p / prefill_share, (total - p) / (1 - prefill_share)) for p in range(1, total))
+    result = search_splits(total, search_at)
+    assert result.best_rps == pytest.approx(best)
+    assert f"of {len(tried)} splits" in result.verdict_reason
+    assert len(tried) == len(set(tried)) <= 8
+    placed = {(probe.prefill_workers, probe.decode_workers) for probe in result.probes}
+    assert placed == {(prefill, total - prefill) for prefill in tried}
+    assert len(result.probes) == len(tried) * len(SEARCHED.probes)
