@@ -63,7 +63,12 @@ def _option_lines(title: str, option: Option) -> Iterator[str]:
         yield f"  confirmed     {'yes' if option.is_confirmed else 'no'}: {_attained(option.check)}"
     yield f"  $/M tokens    {_usd(cost.per_m_good)} good, {_allocated(cost)}"
     yield f"  $/M by kind   {_by_kind(cost)}"
-    yield f"  utilisation   {_utilisation(option)}"
+    yield f"  good $/M at   {_variants(cost)}"
+    if cost.break_even is not None:
+        share = cost.break_even.load_share
+        yield f"  break-even    an API costs the same at {share:.0%} of this load"
+    idle = cost.idle_usd / cost.total_usd if cost.total_usd else 0.0
+    yield f"  utilisation   {_utilisation(option)}; {idle:.0%} of the cost is idle"
     limit = option.limit
     if limit is not None:
         yield (
@@ -109,6 +114,10 @@ def _by_kind(cost: CostReport) -> str:
         f"input {_usd(cost.per_m_input_billed)} billed, "
         f"{_usd(cost.per_m_input_uncached)} uncached; output {_usd(cost.per_m_output)}"
     )
+
+
+def _variants(cost: CostReport) -> str:
+    return ", ".join(f"{v.name} {_usd(v.per_m_good)}" for v in cost.sensitivity)
 
 
 def _utilisation(option: Option) -> str:

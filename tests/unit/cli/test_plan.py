@@ -33,6 +33,17 @@ def test_the_verdict_comes_first_and_both_kinds_stand_beside(
     assert "chosen, not measured" in said
 
 
+def test_costs_of_other_prices_and_of_an_api_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = tmp_path / "cost.yaml"
+    prices.write_text("api: {per_m_input: 0.5, per_m_output: 2.0}\n")
+    said = planned(capsys, "--prices", str(prices))
+    assert said.count("  good $/M at   GPU price -20% $0.") == 2
+    assert said.count("an API costs the same at") == 2
+    assert said.count("% of the cost is idle") == 2
+
+
 def test_json_holds_the_same_with_other_prices_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
