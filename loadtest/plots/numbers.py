@@ -57,7 +57,7 @@ _NEARLY_ALL = 0.9995
 def seconds_axis(value: float) -> str:
     """A point of a run: 30 s, 2:30 min."""
     whole = round(value)
-    if abs(value) < 120 and (whole != 60 or value != whole):
+    if abs(value) < 120:
         return f"{significant(value)} s"
     return f"{whole // 60} min" if whole % 60 == 0 else f"{whole // 60}:{whole % 60:02d} min"
 

@@ -57,7 +57,7 @@ def test_ticks_of_clocks_and_of_things_are_those_people_expect() -> None:
     clock = linear_scale(0.0, 241.0, 0, 1, steps=numbers.CLOCK_STEPS_S)
     assert linear_scale(40.0, 257.0, 0, 1).ticks == (0, 100, 200, 300)
     assert [numbers.seconds_axis(tick) for tick in clock.ticks] == [
-        "0 s", "1 min", "2 min", "3 min", "4 min", "5 min",
+        "0 s", "60 s", "2 min", "3 min", "4 min", "5 min",
     ]  # fmt: skip
     assert linear_scale(0.0, 2.0, 0, 1, is_whole=True).ticks == (0, 1, 2)
     assert linear_scale(0.0, 30.0, 0, 1, is_whole=True).ticks == (0, 10, 20, 30)
