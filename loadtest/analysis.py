@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from loadtest.arrivals import Burst, Constant, Gamma, Open, Poisson, Trace
+from loadtest.arrivals import Burst, Constant, Gamma, Offline, Open, Poisson, Trace
 from loadtest.checks import Evidence, Window, check_run, judge, settling
 from loadtest.figures import Figures, burst, interference, makespans, reuse
 from loadtest.intervals import wilson
@@ -71,6 +71,7 @@ def analyse(
             measured=measured,
             everything=log.records,
             samples=log.samples,
+            has_instants=not isinstance(scenario.arrivals, Offline),
             is_open=isinstance(scenario.arrivals, Open | Trace),
             is_stationary=isinstance(scenario.arrivals, _STEADY_KINDS),
         )

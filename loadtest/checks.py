@@ -67,13 +67,16 @@ class Evidence:
     samples: Sequence[Sample] = field(default=())
     is_open: bool = True  # requests are due whatever becomes of those before
     is_stationary: bool = True  # and at a rate that does not change
+    has_instants: bool = True  # no request waits for room in the client
 
 
 def check_run(evidence: Evidence) -> tuple[Check, ...]:
     """Ask every question that this run can answer; one that ended in its warm-up answers none."""
     if evidence.window.length_s <= 0:
         return ()
-    checks = [_littles_law(evidence), _dispatch(evidence)]
+    checks = [_littles_law(evidence)]
+    if evidence.has_instants:
+        checks.append(_dispatch(evidence))
     if any(sample.loop_lag_s is not None for sample in evidence.samples):
         checks.append(_loop_lag(evidence))
     if evidence.is_open:

@@ -60,6 +60,17 @@ def test_dispatch_may_be_five_ms_late_or_two_percent_of_ttft(
     assert _check("dispatch", records).is_ok is is_ok
 
 
+def test_an_offline_load_has_no_instants_to_be_late_for() -> None:
+    records = _even()
+    for record in records:
+        record.sent_s = record.scheduled_s + 9.0
+    window = Window(0, 100)
+    for has_instants in (True, False):
+        evidence = Evidence(window, 100.0, records, records, has_instants=has_instants)
+        names = [check.name for check in check_run(evidence)]
+        assert ("dispatch" in names) == has_instants
+
+
 def test_a_late_event_loop_is_told() -> None:
     lags = [Sample(at_s=n / 10, in_flight=0, loop_lag_s=0.02 if n % 50 == 0 else 0.001)
             for n in range(1000)]  # fmt: skip
