@@ -24,8 +24,7 @@ def sizing_lines(question: Question, sizing: Sizing, memory: WorkerMemory | None
     for title, option in (("two pools", sizing.two_pools), ("one pool", sizing.one_pool)):
         yield ""
         if option is None:
-            why = f"not even with {question.max_workers} workers of a pool"
-            yield f"{title}: {why if sizing.is_complete else 'none was found in time'}"
+            yield f"{title}: {_none_enough(title == 'one pool', question, sizing)}"
         else:
             yield from _option_lines(title, option)
     yield ""
@@ -50,6 +49,19 @@ def sizing_json(
         "is_complete": sizing.is_complete,
         "tried": [_tried_json(trial, question) for trial in sizing.tried],
     }
+
+
+def _none_enough(is_one_pool: bool, question: Question, sizing: Sizing) -> str:
+    """Say how near the best size came; it may be above the target and not for certain."""
+    if not sizing.is_complete:
+        return "none was found in time"
+    kind = [t for t in sizing.tried if bool(t.size.num_aggregated) == is_one_pool]
+    best = max(kind, key=lambda trial: trial.attainment)
+    low, high = best.bounds
+    return (
+        f"nothing up to {question.max_workers} a pool is enough for certain: at best "
+        f"{best.attainment:.3f} (95 % interval {low:.3f} to {high:.3f}) with {best.size}"
+    )
 
 
 def _option_lines(title: str, option: Option) -> Iterator[str]:

@@ -109,12 +109,11 @@ def size_cluster(
     search = _Search(question, clock, clock.now() + budget_s, tell)
     # The shorter search first: without it the other's answer cannot be compared.
     one, two = search.one_pool(), search.two_pools()
-    if search.is_complete or (one is not None and two is not None):
-        verdict = compare(two, one)
-    else:
-        verdict = Verdict(
-            None, 0.0, f"no verdict: {budget_s:g} s were too short to find both kinds"
-        )
+    verdict = compare(two, one)
+    if not search.is_complete:
+        # What there was no time for may change who is cheaper.
+        said = f"no verdict, {budget_s:g} s were too short; so far: {verdict.sentence}"
+        verdict = Verdict(None, 0.0, said)
     return Sizing(two, one, verdict, missed, search.is_complete, search.tried)
 
 

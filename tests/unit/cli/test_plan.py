@@ -44,6 +44,13 @@ def test_costs_of_other_prices_and_of_an_api_are_told(
     assert said.count("% of the cost is idle") == 2
 
 
+def test_what_is_not_enough_says_how_near_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--max-workers", "1", "--attain", "0.999"]) == exits.FAILED
+    said = capsys.readouterr().out
+    assert said.startswith("neither two pools nor one pool")
+    assert "two pools: nothing up to 1 a pool is enough for certain: at best 1.000" in said
+
+
 def test_json_holds_the_same_with_other_prices_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
