@@ -34,8 +34,8 @@ Target = Annotated[
     str,
     typer.Option(
         envvar="ISTHMUS_LOADTEST_TARGET",
-        help="grpc[s]://HOST:PORT of a router, or http[s]://HOST:PORT[/PATH] of any "
-        "OpenAI-compatible server; sim:prefill=N,decode=N simulates a cluster, and "
+        help="grpc://HOST:PORT of a router, or http://HOST:PORT/PATH of any "
+        "OpenAI-compatible server (grpcs and https by TLS); sim:prefill=N,decode=N simulates a cluster, and "
         "mock://http?KEY=VALUE&... brings a server with known timing.",
     ),
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from loadtest.cli import app as loadtest_app
 from services.cli import doctor_checks, exits
 from services.cli.main import app, run
 from services.cli.status_file import StatusFile
@@ -276,9 +277,21 @@ def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield from _commands(f"{name} {child}", its)
 
 
-def test_no_flag_of_a_command_means_two_things() -> None:
+ROOTS = (("isthmus", app), ("loadtest", loadtest_app))
+
+
+@pytest.mark.parametrize(("root", "its"), ROOTS)
+def test_no_help_is_taken_for_markup(root: str, its: typer.Typer) -> None:
+    """`[/PATH]` broke a page of help, and `[s]` would be left out of it."""
+    for name, command in _commands(root, typer.main.get_command(its)):
+        texts = [command.help, *(getattr(p, "help", "") for p in command.params)]
+        assert not [text for text in texts if text and "[" in text], name
+
+
+@pytest.mark.parametrize(("root", "its"), ROOTS)
+def test_no_flag_of_a_command_means_two_things(root: str, its: typer.Typer) -> None:
     """The parser takes the first silently: `--table` was the other side of `--json` once."""
-    for name, command in _commands("isthmus", typer.main.get_command(app)):
+    for name, command in _commands(root, typer.main.get_command(its)):
         flags = [f for parameter in command.params for f in parameter.opts]
         flags += [f for parameter in command.params for f in parameter.secondary_opts]
         assert len(flags) == len(set(flags)), f"{name}: {sorted(flags)}"
