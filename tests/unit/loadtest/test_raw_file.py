@@ -37,6 +37,7 @@ RECORDS = st.builds(
     status=st.sampled_from(Status),
     code=TEXT,
     retries=COUNTS,
+    is_coarse=st.booleans(),
     mode=TEXT,
     prefill_worker=TEXT,
     decode_worker=TEXT,
