@@ -56,7 +56,7 @@ class HttpTarget:
 
     async def open(self) -> TargetFacts:
         """Ask for the models, which shows that this is the API and that the key is good."""
-        answer = await self._get("models")
+        answer = await self._get(f"{self._base}/models")
         body = _json(answer)
         if answer.status != 200 or not isinstance(body, dict) or "data" not in body:
             said = f": {error_code(body)}" if isinstance(body, dict) and "error" in body else ""
@@ -71,7 +71,7 @@ class HttpTarget:
             raise TargetUnusable(f"{self._url} does not serve {self._model!r}; it serves: {known}")
         self._model = str(chosen["id"])
         self._is_ours = chosen.get("owned_by") == "isthmus"
-        notes = []
+        notes = await self._unwell()
         if not self._is_ours:
             notes.append(
                 "tokens of an event are as the server tells them, else by its usage at the end, "
@@ -89,6 +89,13 @@ class HttpTarget:
             server=answer.headers.get("server", ""),
             notes=tuple(notes),
         )
+
+    async def _unwell(self) -> list[str]:
+        """Ask for the server's health, which many servers tell and none has to."""
+        answer = await self._get(f"{self._base.removesuffix('/v1')}/health")
+        if answer.status < 500:
+            return []
+        return [f"the server called itself unwell before the load began: {answer.status}"]
 
     async def send(self, request: PlannedRequest, record: RequestRecord, timeout_s: float) -> None:
         """Send one request; every end but a cancellation of ours is a status."""
@@ -115,7 +122,7 @@ class HttpTarget:
         self._pool.close()
 
     async def _get(self, path: str) -> Answer:
-        head = self._head("GET", f"{self._base}/{path}", "")
+        head = self._head("GET", path, "")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 return await self._pool.exchange(head + b"\r\n", _ignore)

@@ -108,6 +108,10 @@ class Scenario(Section):
             raise ValueError(
                 f"phases.measure_s is missing: arrivals of kind {self.arrivals.kind} have no end"
             )
+        if self.phases.end_s is not None and self.budget_s < self.phases.end_s:
+            raise ValueError(
+                f"budget_s ({self.budget_s:g}) is shorter than the phases ({self.phases.end_s:g} s)"
+            )
         return self
 
     @property

@@ -180,7 +180,9 @@ async def test_a_connection_is_used_again(text_model: TextModel) -> None:
 
 
 @contextlib.asynccontextmanager
-async def odd_server(answer: str | Callable[[int], str]) -> AsyncIterator[HttpTarget]:
+async def odd_server(
+    answer: str | Callable[[int], str], health: str = "404 No"
+) -> AsyncIterator[HttpTarget]:
     """A server that lists its models, and then answers as told; "" closes the connection."""
     asked = 0
     handlers: set[asyncio.Task[None]] = set()
@@ -194,8 +196,9 @@ async def odd_server(answer: str | Callable[[int], str]) -> AsyncIterator[HttpTa
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 if head.startswith("GET"):
+                    is_health = head.startswith("GET /health ")
                     writer.write(
-                        f"HTTP/1.1 200 OK\r\ncontent-length: {len(MODELS)}\r\n\r\n{MODELS}".encode()
+                        (whole(health, "") if is_health else whole("200 OK", MODELS)).encode()
                     )
                     continue
                 size = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
@@ -252,6 +255,13 @@ async def test_odd_answers_are_errors_with_codes(answer: str, status: Status, co
 
     assert (record.status, record.code) == (status, code)
     assert record.done_s is not None
+
+
+async def test_a_server_that_calls_itself_unwell_is_measured_with_a_note() -> None:
+    for health, notes in (("503 No", 1), ("200 OK", 0), ("404 No", 0)):
+        async with odd_server("", health) as target:
+            facts = await target.open()
+        assert sum("unwell" in note for note in facts.notes) == notes
 
 
 async def test_an_idle_connection_that_the_server_closed_is_no_error() -> None:

@@ -52,6 +52,12 @@ def test_faults_name_the_key(changes: dict[str, Any], message: str) -> None:
     assert fault(changes) == message
 
 
+def test_a_budget_that_cuts_the_phases_is_refused() -> None:
+    message = "x.yaml: budget_s (9) is shorter than the phases (10 s)"
+
+    assert fault({"budget_s": 9}) == message
+
+
 def test_names_keys_inside_parts_of_a_mixed_workload() -> None:
     part = {"name": "a", "weigh": 1, "workload": {"kind": "fixed", "isl": 8, "osl": 2}}
 
