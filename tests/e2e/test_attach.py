@@ -32,16 +32,21 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(toy_dir: Path) -> dict[int, list[list[int]]]:
+def single(toy_dir: Path) -> Iterator[Cluster]:
+    with Cluster(toy_dir, prefill=0, decode=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(single: Cluster) -> dict[int, list[list[int]]]:
     """What one worker answers."""
-    with Cluster(toy_dir, prefill=0, decode=1) as cluster:
-        return {
-            count: [
-                generate(cluster.grpc, request(p, max_tokens=count, ignore_eos=True)).token_ids[0]
-                for p in prompts()
-            ]
-            for count in (SHORT, LONG)
-        }
+    return {
+        count: [
+            generate(single.grpc, request(p, max_tokens=count, ignore_eos=True)).token_ids[0]
+            for p in prompts()
+        ]
+        for count in (SHORT, LONG)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +117,8 @@ class Stream(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def alone(toy_dir: Path) -> list[list[int]]:
-    with Cluster(toy_dir, prefill=0, decode=1) as single:
-        return [generate(single.grpc, streamed_body(i)).token_ids[0] for i in range(3)]
+def alone(single: Cluster) -> list[list[int]]:
+    return [generate(single.grpc, streamed_body(i)).token_ids[0] for i in range(3)]
 
 
 @pytest.fixture
