@@ -33,6 +33,7 @@ class ClusterSpec:
     hint_lag_s: float = 0.01  # from a change of a cache to its hints
     hint_loss: float = 0.0  # share of publishes that never arrive
     heartbeat_s: float = 0.5
+    drain_s: float = 120.0  # for a worker to end what it has; the rest goes on elsewhere
 
     def __post_init__(self) -> None:
         sizes = self.sizes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,8 +42,8 @@ POLICIES = (OURS, AFFINITY, TWO_CHOICES, PLAIN_COST, RANDOM, ROUND_ROBIN)
 class Placement(Protocol):
     """How one router replica chooses prefill workers."""
 
-    def place(self, requests: Sequence[Request], now: float) -> Sequence[int]:
-        """Return a slot for each request of one instant."""
+    def place(self, requests: Sequence[Request], now: float) -> Sequence[int | None]:
+        """Return a slot for each request of one instant; None where nobody can take it."""
         ...
 
     def reported(self, slot: int, load: LoadReport, now: float) -> None:
@@ -68,9 +68,9 @@ class SharedPlacement:
     arena: Field
     config: PolicyConfig
 
-    def place(self, requests: Sequence[Request], now: float) -> Sequence[int]:
+    def place(self, requests: Sequence[Request], now: float) -> Sequence[int | None]:
         """Decide in batches, as the desk does."""
-        slots: list[int] = []
+        slots: list[int | None] = []
         for lo in range(0, len(requests), MAX_BATCH):
             slots += self._decide(requests[lo : lo + MAX_BATCH], round(now * 1000))
         return slots
@@ -85,16 +85,18 @@ class SharedPlacement:
         """Ask for the workers as they are now."""
         self.arena = arena
 
-    def _decide(self, batch: Sequence[Request], now_ms: int) -> list[int]:
+    def _decide(self, batch: Sequence[Request], now_ms: int) -> list[int | None]:
         asks = [
             RouteAsk(ask_for(r.facts, self.config, self.arena, frozenset()), r.names, r.rid)
             for r in batch
         ]
         arena = self.arena
         verdicts = self.twin.route_indexed(arena.weights, self.index, arena.pairs, asks, now_ms)
-        slots = []
+        slots: list[int | None] = []
         for request, verdict in zip(batch, verdicts, strict=True):
-            assert verdict is not None, "no worker of a simulation ever leaves"
+            if verdict is None:
+                slots.append(None)
+                continue
             request.decision = decision_of(verdict, arena, request.facts, is_local=False)
             slots.append(verdict.chosen.slot)
         return slots
@@ -105,7 +107,6 @@ class LocalPlacement:
     """What routers do that share nothing: last reports, own bookings, and one of four rules."""
 
     rule: str
-    workers: Mapping[int, WorkerView]  # by slot, decode workers too
     twin: RegistryTwin  # asked for confirmed hints only
     arena: Field
     config: PolicyConfig
@@ -116,14 +117,16 @@ class LocalPlacement:
     _index: Speculation[WorkerId] = field(default_factory=lambda: Speculation(LOCAL_FIELDS))
     _turn: int = 0
 
-    def place(self, requests: Sequence[Request], now: float) -> Sequence[int]:
+    def place(self, requests: Sequence[Request], now: float) -> Sequence[int | None]:
         """Choose one by one, each booked before the next."""
         return [self._place_one(request, now) for request in requests]
 
     def reported(self, slot: int, load: LoadReport, now: float) -> None:
         """Settle what the report shows."""
         self._loads[slot] = load
-        self._bookings.load_reported(self.workers[slot].worker_id, now)
+        worker = self.arena.workers.get(slot)  # one that drains is none of them
+        if worker is not None:
+            self._bookings.load_reported(worker.worker_id, now)
 
     def handed_off(self, request: Request) -> None:
         """Release its booking."""
@@ -135,8 +138,10 @@ class LocalPlacement:
         """Ask for the workers as they are now."""
         self.arena = arena
 
-    def _place_one(self, request: Request, now: float) -> int:
-        prefill = [slot for slot, w in self.workers.items() if w.role == "prefill"]
+    def _place_one(self, request: Request, now: float) -> int | None:
+        prefill = [c.slot for c in self.arena.candidates if c.is_prefill]
+        if not prefill:
+            return None
         uncached = request.facts.num_tokens
         if self.rule == PLAIN_COST:
             decision = request.decision = self._cheapest(request, now)
@@ -144,26 +149,28 @@ class LocalPlacement:
             uncached = decision.terms[0].uncached_tokens
         elif self.rule == AFFINITY:
             root = int.from_bytes(request.facts.prefix_root[:4], "little")
-            slot = max(prefill, key=lambda s: mix32(root ^ worker_seed(self.workers[s].worker_id)))
+            slot = max(
+                prefill, key=lambda s: mix32(root ^ worker_seed(self.arena.workers[s].worker_id))
+            )
         elif self.rule == TWO_CHOICES:
             slot = min(self.rng.sample(prefill, min(2, len(prefill))), key=self._queued)
         elif self.rule == RANDOM:
             slot = self.rng.choice(prefill)
         else:
             slot, self._turn = prefill[self._turn % len(prefill)], self._turn + 1
-        worker_id = self.workers[slot].worker_id
+        worker_id = self.arena.workers[slot].worker_id
         self._open[request.number] = self._bookings.book(worker_id, uncached, 0, now)
         return slot
 
     def _queued(self, slot: int) -> int:
-        booked = self._bookings.booked().get(self.workers[slot].worker_id, Booked())
+        booked = self._bookings.booked().get(self.arena.workers[slot].worker_id, Booked())
         return self._loads[slot].queued_uncached_tokens + booked.prefill_tokens
 
     def _cheapest(self, request: Request, now: float) -> Decision:
         """Least queue and uncached work by what this replica knows."""
         now_ms, names = round(now * 1000), unpack_fields(request.names)
         depth = self._confirmed(request, now_ms)
-        known = {w.worker_id for w in self.workers.values()}
+        known = {w.worker_id for w in self.arena.workers.values()}
         own = self._index.strides(names, known, {}, now_ms)
         for worker_id, strides in own.items():
             depth[worker_id] = max(strides, depth.get(worker_id, 0))
@@ -186,7 +193,7 @@ class LocalPlacement:
         booked = self._bookings.booked()
         workers = tuple(
             replace(w, load=self._loads[slot], booked=booked.get(w.worker_id, Booked()))
-            for slot, w in self.workers.items()
+            for slot, w in self.arena.workers.items()
         )
         return ClusterView(workers, now)
 

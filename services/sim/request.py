@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from services.router.policy import Decision, RequestFacts
+from services.sim.report import OK
 from services.sim.workload import Arrival
+
+
+class Stage(Enum):
+    """What a request is waiting for."""
+
+    PREFILL = "prefill"  # at its prefill slot
+    ROOM = "room"  # for its KV at its decode slot
+    FETCH = "fetch"  # of its KV, from one to the other
+    DECODE = "decode"  # at its decode slot
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +29,8 @@ class Request:
     facts: RequestFacts
     names: bytes
     usual_mode: str  # where no price decides the mode
+    stage: Stage = Stage.PREFILL
+    leg: int = 0  # how often it was sent somewhere; what was planned of an earlier one is void
     decision: Decision | None = None
     prefill_slot: int | None = None
     decode_slot: int | None = None
@@ -25,11 +38,16 @@ class Request:
     cached_units: int = 0
     made_tokens: int = 0  # of the answer, that its client has
     prefill_began_at: float = 0.0
+    prefill_ended_at: float = 0.0
     source_tokens: int = 0  # of KV it holds where its prompt was computed
+    joined_at_step: float = 0.0  # of its decode worker
     first_token_at: float | None = None
     ended_at: float | None = None
-    is_refused: bool = False  # no worker can hold it
+    status: str = OK
+    num_losses: int = 0  # workers that went away under it
     uncached_hint: int = 0  # tokens to compute as of submission: what its worker reports
+    prefill_worker: str = ""
+    decode_worker: str = ""
 
     @property
     def rid(self) -> str:
@@ -55,6 +73,15 @@ class Request:
     def final_tokens(self) -> int:
         """Tokens of KV it holds at its end."""
         return self.arrival.num_tokens + self.arrival.output_tokens
+
+    @property
+    def depends_on(self) -> tuple[int | None, ...]:
+        """Slots of the workers without which it cannot go on as it is."""
+        if self.stage is Stage.PREFILL:
+            return (self.prefill_slot,)
+        if self.stage is Stage.DECODE:
+            return (self.decode_slot,)
+        return (self.prefill_slot, self.decode_slot)
 
     @property
     def ttft_s(self) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from services.router.policy import PolicyConfig
 from services.sim.cluster import ClusterSpec
+from services.sim.controller import Controller, Failure
 from services.sim.placement import OURS, UNDISPLACED
 from services.sim.report import SimReport
 from services.sim.workload import Workload
@@ -21,11 +22,18 @@ def simulate(
     policy: str = OURS,
     seed: int = 0,
     follow: Follow = nothing_follows,
+    controller: Controller | None = None,
+    failures: Sequence[Failure] = (),
 ) -> SimReport:
-    """Run a load through a cluster in virtual time; equal arguments give equal reports."""
+    """Run a load through a cluster in virtual time; equal arguments give equal reports.
+
+    Args:
+        controller: changes the sizes of pools; it sees virtual time only.
+    """
     # Displacement and shared state are what is ours; a plain cost has neither.
     config = PolicyConfig() if policy == OURS else PolicyConfig(displacement=0.0)
-    world = World(workload, spec, OURS if policy == UNDISPLACED else policy, config, seed, follow)
+    rule = OURS if policy == UNDISPLACED else policy
+    world = World(workload, spec, rule, config, seed, follow, controller, failures)
     with _no_collection():
         world.run()
     return world.report()

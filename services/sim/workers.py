@@ -23,6 +23,7 @@ from services.sim.request import Request
 from services.sim.workload import Workload, leading_run
 
 _ALPHA = 0.2  # of a prompt, in the rate a worker reports
+_ROUNDING = 1e-9  # of steps
 _MIN_PREFILL_TOKENS = 8  # fewer measure the fixed cost
 
 
@@ -50,6 +51,7 @@ class Worker:
     _chunk_tokens: float = 0.0
     _steps: float = 0.0
     _answers: list[tuple[float, int, Request]] = field(default_factory=list)  # by last step
+    _is_broken: bool = False  # it does nothing any more
     _at: float = 0.0  # everything above is of this moment
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in hand or promised."""
-        return self.running is None and not self.held_tokens
+        return not (self.running or self.held_tokens or self.waiting or self.arriving)
 
     def can_hold(self, request: Request) -> bool:
         """Whether it would fit with nothing else there."""
@@ -106,9 +108,25 @@ class Worker:
         """Write an answer that has room here; return what its prompt changes in the cache."""
         self._advance(now)
         self.resident_tokens += request.final_tokens
+        request.joined_at_step = self._steps
         last = self._steps + request.left_tokens
         heapq.heappush(self._answers, (last, request.number, request))
         return self._hold(request)
+
+    def turn_away(self, request: Request, now: float) -> None:
+        """Take back the room that an answer was promised."""
+        self._advance(now)
+        self._give_up(request.final_tokens, is_answer=True)
+        self._start()
+
+    def break_off(self, now: float) -> None:
+        """Stop for good; each answer is left with the tokens it has had so far."""
+        self._advance(now)
+        for _, _, request in self._answers:
+            made = math.floor(self._steps - request.joined_at_step + _ROUNDING)
+            request.made_tokens += min(made, request.left_tokens - 1)
+        self._is_broken, self.running, self._left = True, None, math.inf
+        self._answers.clear()
 
     # -- time --------------------------------------------------------------------------------
 
@@ -183,7 +201,7 @@ class Worker:
 
     def _start(self) -> None:
         """Begin the next prompt, if there is room for it and for the answer it may have here."""
-        if self.running is not None or not self.waiting:
+        if self.running is not None or not self.waiting or self._is_broken:
             return
         request = self.waiting[0]
         decodes_here = request.mode != REMOTE

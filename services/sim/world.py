@@ -1,12 +1,12 @@
-"""A cluster in virtual time: one heap of events, the router's and the registry's real decisions.
+"""A cluster in virtual time: requests on their way, by the router's and registry's real decisions.
 
 Requests are placed by one of the policies, computed in order, decoded where the store's script or
-the first decision says, and published with a lag. Nothing but the seed decides what happens.
+the first decision says, and published with a lag. Pools may change size and workers may fail.
+Nothing but the seed decides what happens.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -14,47 +14,29 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeAlias
 
-from services.common.ids import BlockHash, WorkerId
+from services.common.ids import BlockHash
 from services.kv.layout import HINT_STRIDE_BLOCKS
-from services.registry.base import HintChange, LoadReport
-from services.registry.candidate_index import CandidateIndex
-from services.registry.cost import Booked
-from services.registry.schema import HASH_FIELD_BYTES, MAX_SLOTS, pack_fields, unpack_fields
+from services.registry.base import HintChange
+from services.registry.schema import HASH_FIELD_BYTES, pack_fields, unpack_fields
 from services.registry.scripts import RouteAsk
-from services.registry.twin import RegistryTwin
 from services.router.hint_check import check_hints
 from services.router.output_lengths import OutputLengths
-from services.router.policy import (
-    NO_LINKS,
-    REMOTE,
-    STAY,
-    Field,
-    PolicyConfig,
-    RequestFacts,
-    ask_to_take_over,
-    lay_out,
-)
+from services.router.policy import REMOTE, STAY, PolicyConfig, RequestFacts, ask_to_take_over
 from services.router.route_desk import HOLD_EVERY_S
-from services.router.view import ClusterView, WorkerView
-from services.sim.cluster import AGGREGATED, DECODE, POOLS, PREFILL, ClusterSpec
+from services.router.view import DRAINING, LIVE
+from services.sim.cluster import AGGREGATED, POOLS, ClusterSpec
+from services.sim.controller import Controller, Failure, Observation
+from services.sim.fleet import DEAD, GONE, STARTING, Fleet, Member
 from services.sim.network import Handoff, Lines
-from services.sim.placement import (
-    HINTED,
-    OURS,
-    LocalPlacement,
-    Placement,
-    SharedPlacement,
-    worker_info,
-    worker_view,
-)
-from services.sim.report import OK, REFUSED, PoolUse, Served, SimReport
-from services.sim.request import Request
+from services.sim.outcome import pool_use, served_of
+from services.sim.placement import HINTED, OURS, LocalPlacement, Placement, SharedPlacement
+from services.sim.report import LOST, OK, REFUSED, SimReport
+from services.sim.request import Request, Stage
+from services.sim.timeline import Timeline
 from services.sim.workers import Worker
 from services.sim.workload import Arrival, Workload
 
-MAX_EVENTS = 50_000_000
-LEASE_MS = 1 << 40  # nobody dies here, so idle workers need not renew
-_NOTHING = HintChange((), ())
+MAX_LOSSES = 5  # workers one request may lose and go on elsewhere, as a router's default
 
 Follow: TypeAlias = Callable[[int, float], Sequence[Arrival]]
 """Says what comes after the end of a request: its number and now in, later arrivals out.
@@ -77,29 +59,24 @@ class World:
     config: PolicyConfig
     seed: int = 0
     follow: Follow = nothing_follows
+    controller: Controller | None = None
+    failures: Sequence[Failure] = ()
     requests: list[Request] = field(default_factory=list)
-    workers: dict[int, Worker] = field(default_factory=dict)  # by slot
-    pool_of: dict[int, str] = field(default_factory=dict)  # by slot
-    num_events: int = 0
-    num_resyncs: int = 0
-    _twin: RegistryTwin = field(init=False)
-    _index: CandidateIndex = field(init=False)
-    _views: dict[int, WorkerView] = field(default_factory=dict)
-    _seqs: dict[int, int] = field(default_factory=dict)
+    fleet: Fleet = field(init=False)
+    time: Timeline = field(default_factory=Timeline)
     _due: dict[int, float] = field(default_factory=dict)  # when a worker completes something
-    _beating: set[int] = field(default_factory=set)  # workers whose next heartbeat is planned
-    _placements: list[Placement] = field(default_factory=list)
     _lengths: list[OutputLengths] = field(default_factory=list)  # by router
-    _lost: random.Random = field(default_factory=random.Random)  # which publishes are
-    _arena: Field | None = None
-    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    _now: float = 0.0
     _open: dict[int, Request] = field(default_factory=dict)
     _to_come: int = 0
     _num_arrivals: int = 0
     _rng: random.Random = field(default_factory=random.Random)  # which router a request meets
-    _usual_mode: str = REMOTE
     _lines: Lines = field(default_factory=Lines)
+    _num_seen: int = 0  # arrivals, at the last tick
+    _ended: list[Request] = field(default_factory=list)  # since then
+
+    def __post_init__(self) -> None:
+        lost, is_hinted = random.Random(f"{self.seed}/lost"), self.rule in HINTED
+        self.fleet = Fleet(self.spec, self.config, self.time, lost, is_hinted)
 
     def run(self) -> None:
         """Simulate until every answer is complete."""
@@ -107,181 +84,166 @@ class World:
         self._rng = random.Random(self.seed)
         for at, group in groupby(self.workload.arrivals, key=lambda a: a.at_s):
             self._arrive_at(at, list(group))
-        self._at(HOLD_EVERY_S, self._keep)
-        while self._events:
-            self._now, _, event = heapq.heappop(self._events)
-            event()
+        self.time.at(HOLD_EVERY_S, self._keep)
+        for failure in self.failures:
+            self.time.at(failure.at_s, lambda f=failure: self._fail(f))  # type: ignore[misc]
+        if self.controller is not None:
+            self.time.at(0.0, self._tick)
+        self.time.run()
 
     def report(self) -> SimReport:
         """Say what became of everything; the run is over."""
-        served = sorted((self._served(r) for r in self.requests), key=lambda r: r.number)
-        pools = {pool: self._pool_use(pool) for pool in POOLS if pool in self.pool_of.values()}
+        served = tuple(map(served_of, sorted(self.requests, key=lambda r: r.number)))
+        ended_at = max((r.ended_at for r in self.requests if r.ended_at is not None), default=0.0)
+        members = self.fleet.members
+        pools = {pool: [m for m in members if m.pool == pool] for pool in POOLS}
         return SimReport(
-            tuple(served), pools, self._ended_at(), self.num_events, self.num_resyncs,
-            self._lines.num_bytes, self._lines.wait_s,
+            served, {pool: pool_use(here, ended_at) for pool, here in pools.items() if here},
+            ended_at, self.time.num_events, self.fleet.num_resyncs, self._lines.num_bytes,
+            self._lines.wait_s,
         )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless everything begun has ended and been released."""
         assert not self._open
         assert not self._to_come
-        assert len(self._twin.reservations) == 0
-        for worker in self.workers.values():
-            worker.check_integrity()
-            assert worker.is_idle
-            assert not worker.waiting
-            assert not worker.arriving
+        assert len(self.fleet.twin.reservations) == 0
+        for member in self.fleet.at.values():
+            member.worker.check_integrity()
+            assert member.worker.is_idle
+            assert member.state == LIVE
         assert all(r.ended_at is not None for r in self.requests)
-
-    def _served(self, request: Request) -> Served:
-        arrival, ended_at, first_at = request.arrival, request.ended_at, request.first_token_at
-        later = arrival.output_tokens - 1
-        is_answered = ended_at is not None and first_at is not None and not request.is_refused
-        served = Served(
-            request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens,
-            OK if is_answered else REFUSED, num_units=len(arrival.units),
-        )  # fmt: skip
-        if ended_at is None or first_at is None or request.is_refused:
-            return served
-        return replace(
-            served,
-            ttft_s=request.ttft_s,
-            tpot_s=(ended_at - first_at) / later if later else None,
-            e2e_s=ended_at - arrival.at_s,
-            cached_tokens=request.cached_tokens,
-            cached_units=request.cached_units,
-            mode=request.mode,
-            prefill_worker=self._name(request.prefill_slot),
-            decode_worker=self._name(request.decode_slot),
-        )
-
-    def _ended_at(self) -> float:
-        return max((r.ended_at for r in self.requests if r.ended_at is not None), default=0.0)
-
-    def _name(self, slot: int | None) -> str:
-        return "" if slot is None else self._views[slot].worker_id
-
-    def _pool_use(self, pool: str) -> PoolUse:
-        workers = [worker for slot, worker in self.workers.items() if self.pool_of[slot] == pool]
-        work = [worker.work_tokens for worker in workers]
-        return PoolUse(
-            len(workers),
-            len(workers) * self._ended_at(),
-            sum(worker.prefill_busy_s for worker in workers),
-            sum(worker.decode_busy_s for worker in workers),
-            sum(work),
-            max(work) * len(work) / sum(work) if sum(work) else 1.0,
-        )
-
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        self.num_events += 1
-        if self.num_events > MAX_EVENTS:
-            raise RuntimeError("the simulation does not end")
-        heapq.heappush(self._events, (when, self.num_events, event))
 
     # -- the cluster -------------------------------------------------------------------------
 
     def _build(self) -> None:
-        spec = self.spec
-        self._lost = random.Random(f"{self.seed}/lost")
-        max_slots = max(MAX_SLOTS, sum(spec.sizes().values()))
-        self._twin = RegistryTwin(lease_ms=LEASE_MS, sweep_buckets=0, max_slots=max_slots)
-        self._usual_mode = STAY if spec.sizes()[AGGREGATED] else REMOTE
-        for i, (pool, model) in enumerate(spec.members()):
-            slot = self._join(WorkerId(f"{pool}-{i}"), pool, Worker(self.workload, model))
-            self.pool_of[slot] = pool
-        self._arena = arena = self._lay_out()
-        self._index = self._twin.index(arena.candidates)
-        for i in range(spec.num_routers):
+        fleet = self.fleet
+        for pool, model in self.spec.members():
+            fleet.join(fleet.add(pool, Worker(self.workload, model)), None)
+        fleet.lay_out()
+        for i in range(self.spec.num_routers):
             self._lengths.append(OutputLengths(self.config.expected_output_tokens))
-            self._placements.append(self._placement(i, arena))
-        for slot, view in self._views.items():
-            for placement in self._placements:
-                placement.reported(slot, view.load, 0.0)
+            fleet.placements.append(self._placement(i))
+        for slot, view in fleet.views.items():
+            fleet.tell(slot, view.load)
 
-    def _placement(self, idx: int, arena: Field) -> Placement:
+    def _placement(self, idx: int) -> Placement:
+        fleet = self.fleet
         if self.rule == OURS:
-            return SharedPlacement(self._twin, self._index, arena, self.config)
+            return SharedPlacement(fleet.twin, fleet.index, fleet.arena, self.config)
         rng = random.Random(f"{self.seed}/{idx}")
-        return LocalPlacement(self.rule, self._views, self._twin, arena, self.config, rng)
-
-    def _lay_out(self) -> Field:
-        view = ClusterView(tuple(self._views.values()), self._now)
-        return lay_out(view, self.config, NO_LINKS, by_slot=True)
-
-    def _join(self, worker_id: WorkerId, pool: str, worker: Worker) -> int:
-        """Let a worker join, or join again with all its hints void."""
-        role = DECODE if pool == DECODE else PREFILL  # whoever does both begins with a prompt
-        info, load = worker_info(worker_id, role), worker.load(self._now)
-        answer = self._twin.join(
-            info, "live", load, proposed_gen=1, is_rejoin=False, now_ms=self._now_ms()
-        )
-        slot = answer.slot
-        self._views[slot] = worker_view(slot, answer.gen, info, load, Booked())
-        self.workers[slot], self._seqs[slot] = worker, 0
-        return slot
-
-    def _now_ms(self) -> int:
-        return round(self._now * 1000)
-
-    def _beat(self, slot: int) -> None:
-        """Report a load now and then, until it does not change any more."""
-        self._beating.discard(slot)
-        load = self.workers[slot].load(self._now)
-        self._twin.renew(slot, self._views[slot].slot_gen, "live", load, self._now_ms())
-        self._tell(slot, load)
-        if not self.workers[slot].is_idle:
-            self._beat_later(slot)
-
-    def _beat_later(self, slot: int) -> None:
-        """Plan the next heartbeat; each worker has instants of its own, however idle it was."""
-        if slot not in self._beating:
-            self._beating.add(slot)
-            every, phase = self.spec.heartbeat_s, slot / len(self.workers)
-            when = (math.floor(self._now / every - phase) + 1 + phase) * every
-            if when <= self._now:  # by rounding
-                when += every
-            self._at(when, lambda: self._beat(slot))
+        return LocalPlacement(self.rule, fleet.twin, fleet.arena, self.config, rng)
 
     def _keep(self) -> None:
         for request in self._open.values():
             for rid in (request.rid, request.rid + "d"):
-                self._twin.reservations.hold(rid, self._now_ms())
+                self.fleet.twin.reservations.hold(rid, self.time.now_ms)
         if self._to_come or self._open:
-            self._at(self._now + HOLD_EVERY_S, self._keep)
+            self.time.at(self.time.now + HOLD_EVERY_S, self._keep)
 
-    def _publish_later(self, slot: int, change: HintChange) -> None:
-        is_wanted = self.rule in HINTED and (change.added or change.removed)
-        told = change if is_wanted else _NOTHING  # the load is told with it in any case
-        self._at(self._now + self.spec.hint_lag_s, lambda: self._publish(slot, told))
+    def _tick(self) -> None:
+        """Let the controller look, and give pools the sizes it wants."""
+        assert self.controller is not None, "ticks are planned for a controller"
+        if not self._to_come and not self._open:
+            return  # all is over: nothing more depends on the sizes
+        states = {pool: self.fleet.state_of(pool) for pool in POOLS}
+        arrived = len(self.requests) - self._num_seen
+        seen = Observation(self.time.now, states, arrived, tuple(map(served_of, self._ended)))
+        self._num_seen += arrived
+        self._ended.clear()
+        for pool, size in self.controller.sizes(seen).items():
+            if not self.spec.sizes()[pool]:
+                raise ValueError(f"this cluster has no {pool} pool")
+            self._resize(pool, size - states[pool].size)
+        self.time.at(self.time.now + self.controller.tick_s, self._tick)
 
-    def _publish(self, slot: int, change: HintChange) -> None:
-        self._seqs[slot] += 1
-        if self.spec.hint_loss and self._lost.random() < self.spec.hint_loss:
+    def _resize(self, pool: str, difference: int) -> None:
+        ready_at = self.time.now + self.spec.model.startup_s
+        for _ in range(difference):
+            member = self.fleet.add(pool, Worker(self.workload, self.spec.model))
+            self.time.at(ready_at, lambda m=member: self._ready(m))  # type: ignore[misc]
+        for member in self.fleet.victims(pool, max(0, -difference)):
+            if member.state == STARTING:
+                self.fleet.remove(member)
+                continue
+            self.fleet.drain(member)
+            deadline = self.time.now + self.spec.drain_s
+            self.time.at(deadline, lambda m=member: self._end_drain(m))  # type: ignore[misc]
+            self._leave_if_done(member)
+
+    def _ready(self, member: Member) -> None:
+        if member.state == STARTING:
+            self.fleet.ready(member)
+
+    def _leave_if_done(self, member: Member) -> None:
+        if member.state == DRAINING and member.worker.is_idle:
+            self._remove(member)
+
+    def _end_drain(self, member: Member) -> None:
+        """What a drain has not seen to its end goes on elsewhere."""
+        if member.state == DRAINING:
+            member.worker.break_off(self.time.now)
+            self._abandon(member, is_loss=False)
+
+    def _fail(self, failure: Failure) -> None:
+        member = next((m for m in self.fleet.members if m.worker_id == failure.worker), None)
+        if member is None or member.state in (GONE, DEAD):
             return
-        if not self._tell_store(slot, change):
-            # Something was lost before it. As a worker does: a new generation, and all again.
-            self.num_resyncs += 1
-            worker, worker_id = self.workers[slot], self._views[slot].worker_id
-            self._join(worker_id, self.pool_of[slot], worker)
-            self._arena = arena = self._lay_out()
-            self._index.replace(arena.candidates)
-            for placement in self._placements:
-                placement.laid_out(arena)
-            self._seqs[slot] = 1
-            is_taken = self._tell_store(slot, worker.held())
-            assert is_taken, "a worker that has just joined is in sequence"
+        if member.state == STARTING:
+            self.fleet.remove(member)
+            return
+        member.worker.break_off(self.time.now)
+        member.state = DEAD
+        self._due.pop(member.slot, None)
+        noticed_at = self.time.now + failure.notice_s
+        self.time.at(noticed_at, lambda: self._abandon(member, is_loss=True))
 
-    def _tell_store(self, slot: int, change: HintChange) -> bool:
-        load, owner = self.workers[slot].load(self._now), (slot, self._views[slot].slot_gen)
-        now_ms = self._now_ms()
-        said = self._twin.publish(owner, self._seqs[slot], change, load=load, now_ms=now_ms)
-        self._tell(slot, load)
-        return said == "OK"
+    def _remove(self, member: Member) -> None:
+        self._due.pop(member.slot, None)
+        self._lines.forget(member.slot)
+        self.fleet.remove(member)
 
-    def _tell(self, slot: int, load: LoadReport) -> None:
-        for placement in self._placements:
-            placement.reported(slot, load, self._now)
+    def _abandon(self, member: Member, *, is_loss: bool) -> None:
+        """Routers see that a worker is gone: whatever it had goes on elsewhere."""
+        slot = member.slot
+        self._remove(member)
+        affected = [r for r in self._open.values() if slot in r.depends_on]
+        half_way = [r for r in affected if r.stage in (Stage.ROOM, Stage.FETCH)]
+        self._leave_sinks([r for r in half_way if r.prefill_slot == slot])
+        for request in affected:
+            request.num_losses += is_loss
+            if request in half_way and request.prefill_slot != slot:
+                self._pass_on(request)
+            elif request.num_losses > MAX_LOSSES:
+                self._end(request, LOST)
+            else:
+                self._send_again(request)
+
+    def _leave_sinks(self, requests: Sequence[Request]) -> None:
+        """The worker that has their KV is gone: those that wait for it need not."""
+        left = []
+        for request in requests:
+            sink = self.fleet.at.get(self._slot_of_sink(request))
+            if sink is None:
+                continue  # it was the same worker
+            if request.stage is Stage.ROOM:
+                sink.worker.arriving.remove(request)
+            else:
+                sink.worker.turn_away(request, self.time.now)
+            left.append(sink)
+        for sink in left:
+            self._plan(sink)
+
+    def _pass_on(self, request: Request) -> None:
+        """The worker that was to fetch a request's KV is gone: the same ticket, to another."""
+        if request.num_losses > MAX_LOSSES:
+            source = self._source_of(request)
+            source.worker.handed_off(request, self.time.now)
+            self._end(request, LOST)
+            self._plan(source)
+        else:
+            self._hand_off(request)
+            self._plan(self._source_of(request))
 
     # -- a request ---------------------------------------------------------------------------
 
@@ -294,22 +256,15 @@ class World:
             self._num_arrivals += 1
             self._to_come += 1
         for router, batch in batches.items():
-            self._at(at, lambda r=router, b=batch: self._arrive(r, b))  # type: ignore[misc]
+            self.time.at(at, lambda r=router, b=batch: self._arrive(r, b))  # type: ignore[misc]
 
     def _arrive(self, router: int, batch: Sequence[tuple[int, Arrival]]) -> None:
         requests = [self._request(router, number, arrival) for number, arrival in batch]
         self._to_come -= len(batch)
-        slots = self._placements[router].place(requests, self._now)
-        for request, slot in zip(requests, slots, strict=True):
+        for request in requests:
             self.requests.append(request)
-            request.prefill_slot = slot
             self._open[request.number] = request
-            if not self.workers[slot].can_hold(request):
-                self._end(request, is_refused=True)
-                continue
-            self.workers[slot].submit(request, self._now)
-            self._beat_later(slot)
-            self._plan(slot)
+        self._send(router, requests)
 
     def _request(self, router: int, number: int, arrival: Arrival) -> Request:
         names, allowed = self.workload.names(arrival), self.spec.max_output_tokens
@@ -321,106 +276,171 @@ class World:
             prefix_root=names[:HASH_FIELD_BYTES],
             expected_output=self._lengths[router].expected(allowed),
         )
-        return Request(number, router, arrival, facts, names, self._usual_mode)
+        mode = STAY if self.spec.sizes()[AGGREGATED] else REMOTE
+        return Request(number, router, arrival, facts, names, mode)
 
-    def _plan(self, slot: int) -> None:
+    def _send(self, router: int, requests: Sequence[Request]) -> None:
+        """Have prompts placed, and let them wait there."""
+        slots = self.fleet.placements[router].place(requests, self.time.now)
+        for request, slot in zip(requests, slots, strict=True):
+            request.leg += 1
+            request.stage = Stage.PREFILL
+            if slot is None:
+                self._end(request, REFUSED)
+                continue
+            member = self.fleet.at[slot]
+            request.prefill_slot, request.prefill_worker = slot, member.worker_id
+            if not member.worker.can_hold(request):
+                self._end(request, REFUSED)
+                continue
+            member.worker.submit(request, self.time.now)
+            self.fleet.beat_later(slot)
+            self._plan(member)
+
+    def _send_again(self, request: Request) -> None:
+        """Begin anew elsewhere; what the client has is part of the prompt now."""
+        self._let_go(request, b"")
+        request.decision, request.decode_slot = None, None
+        request.facts = replace(request.facts, num_tokens=request.prompt_tokens)
+        self._send(request.router, [request])
+
+    def _plan(self, member: Member) -> None:
         """Look at a worker again when it completes something; what was planned before is void."""
-        when = self.workers[slot].next_at()
+        if member.state == DEAD:
+            return
+        self._admit(member)
+        slot, when = member.slot, member.worker.next_at()
         if self._due.get(slot) != when:
             self._due[slot] = when
             if when < math.inf:
-                self._at(when, lambda: self._complete(slot, when))
+                self.time.at(when, lambda: self._complete(member, when))
+        self._leave_if_done(member)
 
-    def _complete(self, slot: int, planned: float) -> None:
-        if self._due.get(slot) != planned:
+    def _complete(self, member: Member, planned: float) -> None:
+        slot = member.slot
+        if self.fleet.at.get(slot) is not member or self._due.get(slot) != planned:
             return
         del self._due[slot]
-        worker = self.workers[slot]
-        request, change = worker.complete(self._now)
+        request, change = member.worker.complete(self.time.now)
         if change is None:
-            self._end(request)
-            self._admit(slot)
+            self._end(request, OK)
         else:
-            self._computed(request, slot, change)
-        self._plan(slot)
+            self._computed(request, member, change)
+        self._plan(member)
 
-    def _computed(self, request: Request, slot: int, change: HintChange) -> None:
+    def _computed(self, request: Request, member: Member, change: HintChange) -> None:
         """A prompt is over here: its answer goes on where that was decided, or is now."""
-        request.first_token_at = self._now
-        self._publish_later(slot, change)
+        now = request.prefill_ended_at = self.time.now
+        if request.first_token_at is None:
+            request.first_token_at = now
+        self.fleet.publish_later(member.slot, change)
         if not request.left_tokens:
-            self._end(request)
+            self._end(request, OK)
         elif request.mode == REMOTE:
-            self._twin.release(request.rid, self._lies(request))
-            self._placements[request.router].handed_off(request)
-            to = request.decode_slot = self._take_over(request, slot)
-            if not self.workers[to].can_hold(request):
-                self.workers[slot].handed_off(request, self._now)
-                self._end(request, is_refused=True)
-                return
-            self.workers[to].arriving.append(request)
-            self._admit(to)
+            self.fleet.twin.release(request.rid, self._lies(request))
+            self.fleet.placements[request.router].handed_off(request)
+            self._hand_off(request)
         else:
-            request.decode_slot = slot
-            self.workers[slot].join(request, self._now)
+            request.decode_slot, request.decode_worker = member.slot, member.worker_id
+            request.stage = Stage.DECODE
+            member.worker.join(request, now)
 
-    def _admit(self, slot: int) -> None:
-        """Let a worker fetch what it has room for."""
-        for request in self.workers[slot].admit(self._now):
-            self._at(self._fetched_at(request, slot), lambda r=request: self._decode(r))  # type: ignore[misc]
+    def _hand_off(self, request: Request) -> None:
+        """Have somebody take over; where nobody can, its own worker goes on."""
+        source = self._source_of(request)
+        slot = self._take_over(request, source)
+        sink = source if slot is None else self.fleet.at[slot]
+        request.leg += 1
+        if not sink.worker.can_hold(request):
+            source.worker.handed_off(request, self.time.now)
+            self._end(request, REFUSED)
+            self._plan(source)
+            return
+        if sink is source:  # its KV stays where it is, and is not held twice
+            source.worker.handed_off(request, self.time.now)
+            request.source_tokens = 0
+        request.stage = Stage.ROOM
+        request.decode_slot, request.decode_worker = sink.slot, sink.worker_id
+        sink.worker.arriving.append(request)
+        self._admit(sink)
 
-    def _take_over(self, request: Request, slot: int) -> int:
-        source = self._views[slot]
-        arena = self._arena
-        assert arena is not None, "the cluster was built before its first request"
-        ask = ask_to_take_over(request.facts, source, self.config, arena, frozenset())
-        asks = [RouteAsk(ask, rid=request.rid + "d")]
-        (verdict,) = self._twin.route_indexed(
-            arena.weights, self._index, arena.pairs, asks, self._now_ms()
-        )
-        assert verdict is not None, "no decode worker of a simulation ever leaves"
-        return verdict.chosen.slot
-
-    def _fetched_at(self, request: Request, to: int) -> float:
-        source, sink = request.prefill_slot, self.workers[to]
-        assert source is not None, "a request that is handed off was prefilled"
-        held = sink.cache.match(request.arrival.units) * self.workload.unit_tokens
-        is_now = self._now == request.first_token_at
-        handoff = Handoff(
-            source, to, max(0, request.source_tokens - held),
-            self.workers[source].model.chunk_tokens,
-            request.prefill_began_at if is_now else self._now,
+    def _take_over(self, request: Request, source: Member) -> int | None:
+        fleet = self.fleet
+        view = fleet.views[source.slot]
+        ask = ask_to_take_over(request.facts, view, self.config, fleet.arena, frozenset())
+        (verdict,) = fleet.twin.route_indexed(
+            fleet.arena.weights, fleet.index, fleet.arena.pairs,
+            [RouteAsk(ask, rid=request.rid + "d")], self.time.now_ms,
         )  # fmt: skip
-        return self._lines.fetch(handoff, self.workers[source].model, sink.model, self._now)
+        return None if verdict is None else verdict.chosen.slot
 
-    def _decode(self, request: Request) -> None:
-        slot, source = request.decode_slot, request.prefill_slot
-        assert slot is not None, "its KV has just crossed"
-        assert source is not None, "from there"
-        self.workers[source].handed_off(request, self._now)
-        change = self.workers[slot].join(request, self._now)
-        self._publish_later(slot, change)
-        self._beat_later(slot)
+    def _admit(self, sink: Member) -> None:
+        """Let a worker fetch what it has room for."""
+        for request in sink.worker.admit(self.time.now):
+            request.stage = Stage.FETCH
+            when, leg = self._fetched_at(request, sink), request.leg
+            self.time.at(when, lambda r=request, n=leg: self._decode(r, n))  # type: ignore[misc]
+
+    def _fetched_at(self, request: Request, sink: Member) -> float:
+        source = self._source_of(request)
+        if source is sink:
+            return self.time.now
+        held = sink.worker.cache.match(request.arrival.units) * self.workload.unit_tokens
+        is_now = self.time.now == request.prefill_ended_at
+        handoff = Handoff(
+            source.slot, sink.slot, max(0, request.source_tokens - held),
+            source.worker.model.chunk_tokens,
+            request.prefill_began_at if is_now else self.time.now,
+        )  # fmt: skip
+        return self._lines.fetch(handoff, source.worker.model, sink.worker.model, self.time.now)
+
+    def _decode(self, request: Request, leg: int) -> None:
+        if request.leg != leg or request.stage is not Stage.FETCH:
+            return  # one of the two is gone, and it went another way
+        source, sink = self._source_of(request), self._sink_of(request)
+        if DEAD in (source.state, sink.state):
+            return  # it will be noticed
+        request.stage = Stage.DECODE
+        source.worker.handed_off(request, self.time.now)
+        change = sink.worker.join(request, self.time.now)
+        self.fleet.publish_later(sink.slot, change)
+        self.fleet.beat_later(sink.slot)
         self._plan(source)
-        self._plan(slot)
+        self._plan(sink)
 
-    def _end(self, request: Request, *, is_refused: bool = False) -> None:
-        request.ended_at, request.is_refused = self._now, is_refused
+    def _source_of(self, request: Request) -> Member:
+        assert request.prefill_slot is not None, "a request that is handed off was prefilled"
+        return self.fleet.at[request.prefill_slot]
+
+    def _sink_of(self, request: Request) -> Member:
+        return self.fleet.at[self._slot_of_sink(request)]
+
+    def _slot_of_sink(self, request: Request) -> int:
+        assert request.decode_slot is not None, "a request whose KV crosses goes somewhere"
+        return request.decode_slot
+
+    def _end(self, request: Request, status: str) -> None:
+        request.ended_at, request.status = self.time.now, status
         del self._open[request.number]
-        self._twin.release(request.rid, b"" if is_refused else self._lies(request))
-        self._twin.release(request.rid + "d")
-        self._placements[request.router].handed_off(request)
-        if not is_refused:
+        self._let_go(request, self._lies(request) if status == OK else b"")
+        if self.controller is not None:
+            self._ended.append(request)
+        if status == OK:
             self._lengths[request.router].note(
-                request.facts.max_tokens, request.arrival.output_tokens, self._now
+                request.facts.max_tokens, request.arrival.output_tokens, self.time.now
             )
-        for arrival in self.follow(request.number, self._now):
+        for arrival in self.follow(request.number, self.time.now):
             self._arrive_at(arrival.at_s, [arrival])
+
+    def _let_go(self, request: Request, lies: bytes) -> None:
+        self.fleet.twin.release(request.rid, lies)
+        self.fleet.twin.release(request.rid + "d")
+        self.fleet.placements[request.router].handed_off(request)
 
     def _lies(self, request: Request) -> bytes:
         """Hints that the worker did not honour, as the router finds them."""
         decision = request.decision
-        if decision is None or decision.is_local:
+        if decision is None or decision.is_local or request.num_losses:
             return b""
         if decision.terms[0].hint_tokens <= request.cached_tokens:
             return b""  # the chain below is long

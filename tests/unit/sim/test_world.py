@@ -22,6 +22,7 @@ from services.sim.performance import (
 from services.sim.placement import AFFINITY, OURS, PLAIN_COST, POLICIES, RANDOM, ROUND_ROBIN
 from services.sim.report import OK, REFUSED, SimReport
 from services.sim.simulate import simulate
+from services.sim.workers import Worker
 from services.sim.workload import Arrival, Workload, ideal_hit
 from services.sim.world import World
 
@@ -43,6 +44,11 @@ def model(cache_tokens: int, token_s: float = 5e-5) -> PerformanceModel:
     )
 
 
+def workers_of(world: World) -> list[Worker]:
+    """Return all there ever were."""
+    return [member.worker for member in world.fleet.members]
+
+
 def finished(workload: Workload, spec: ClusterSpec, policy: str, seed: int = 0) -> World:
     """Run a world to its end and check what must hold of every one."""
     world = World(workload, spec, policy, PolicyConfig(), seed)
@@ -59,7 +65,7 @@ def test_every_prompt_is_computed_once_and_nothing_stays_reserved(
     trace: Workload, policy: str
 ) -> None:
     world = finished(trace, ClusterSpec(num_prefill=3, num_decode=2, num_routers=2), policy)
-    computed = sum(worker.work_tokens for worker in world.workers.values())
+    computed = sum(worker.work_tokens for worker in workers_of(world))
     owed = sum(r.facts.num_tokens - r.cached_tokens for r in world.requests)
     assert computed == owed
     hits = sum(r.cached_units for r in world.requests)
@@ -81,7 +87,7 @@ def test_lost_hints_are_told_again_and_late_ones_cost_little(trace: Workload) ->
     for loss, lag_s in ((0.0, 0.01), (0.3, 0.01), (0.0, 5.0)):
         spec = ClusterSpec(num_prefill=3, num_decode=2, hint_loss=loss, hint_lag_s=lag_s)
         world = finished(trace, spec, OURS)
-        assert (world.num_resyncs > 0) == (loss > 0)
+        assert (world.fleet.num_resyncs > 0) == (loss > 0)
         hits[loss, lag_s] = sum(r.cached_units for r in world.requests)
     assert min(hits.values()) > 0.9 * max(hits.values())
 
@@ -93,7 +99,7 @@ def test_prompts_go_where_the_argmin_of_all_modes_says() -> None:
     modes = {r.mode for r in world.requests}
     assert {REMOTE, LOCAL} <= modes
     for request in world.requests:
-        assert (world.pool_of[request.prefill_slot or 0] == DECODE) == (request.mode == LOCAL)
+        assert request.prefill_worker.startswith(DECODE) == (request.mode == LOCAL)
 
 
 def test_one_worker_finds_the_ideal_hit_where_nothing_is_evicted(trace: Workload) -> None:

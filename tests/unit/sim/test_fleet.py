@@ -1,0 +1,267 @@
+"""Pools that change while they serve: starts, drains, deaths, and workers of unequal speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.router.policy import PolicyConfig
+from services.sim import timeline
+from services.sim.cluster import AGGREGATED, DECODE, PREFILL, ClusterSpec, Group
+from services.sim.controller import Change, Controller, Failure, Observation, Schedule
+from services.sim.fleet import GONE
+from services.sim.performance import PerformanceModel, default_model
+from services.sim.placement import OURS, POLICIES, ROUND_ROBIN
+from services.sim.report import LOST, OK, REFUSED, SimReport
+from services.sim.synthetic import PlainLoad, plain_workload
+from services.sim.workload import Arrival, Workload
+from services.sim.world import MAX_LOSSES, World
+
+LOAD = plain_workload(PlainLoad(2000, 200, 10.0, spread=0.5), 150, seed=1)  # 15 s of it
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that does not end fails soon."""
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 100_000)
+
+
+def kind(**changes: Any) -> PerformanceModel:
+    """Change the default model; its workers start within 2 s."""
+    return default_model().model_copy(update={"startup_s": 2.0, **changes})
+
+
+def spec_of(num_prefill: int = 2, num_decode: int = 2, **changes: Any) -> ClusterSpec:
+    """Describe two pools."""
+    return replace(ClusterSpec(num_prefill, num_decode, model=kind()), **changes)
+
+
+def run(
+    spec: ClusterSpec,
+    workload: Workload = LOAD,
+    *,
+    policy: str = OURS,
+    controller: Controller | None = None,
+    failures: tuple[Failure, ...] = (),
+) -> tuple[World, SimReport]:
+    """Run a world to its end and check what must hold of every one."""
+    world = World(workload, spec, policy, PolicyConfig(), controller=controller, failures=failures)
+    world.run()
+    world.check_integrity()
+    report = world.report()
+    assert [r.number for r in report.requests] == list(range(len(workload.arrivals)))
+    return world, report
+
+
+def schedule(*changes: tuple[float, str, int]) -> Schedule:
+    """Make a schedule."""
+    return Schedule(tuple(Change(*change) for change in changes))
+
+
+def test_a_new_worker_serves_after_its_start_and_costs_from_its_order() -> None:
+    world, report = run(spec_of(1), controller=schedule((4.0, PREFILL, 2)))
+    times = {r.number: r.arrived_s for r in report.requests}
+    served = [times[r.number] for r in report.requests if r.prefill_worker == "prefill-1"]
+    assert min(served) >= 6.0
+    assert len(served) > 30
+    assert [m.asked_at for m in world.fleet.members if m.pool == PREFILL] == [0.0, 4.0]
+    use = report.pools[PREFILL]
+    assert use.provisioned_s == pytest.approx(2 * report.duration_s - 4.0)
+    assert use.peak_workers == 2
+
+
+def test_a_newcomer_is_not_given_everything() -> None:
+    _, report = run(spec_of(3), controller=schedule((0.0, PREFILL, 4)))
+    after = [r.prefill_worker for r in report.requests if 2.0 <= r.arrived_s < 4.0]
+    assert 0 < after.count("prefill-3") < 0.5 * len(after)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_drained_worker_ends_what_it_has_and_leaves(policy: str) -> None:
+    """A pool that shrinks aborts no answer."""
+    wanted = schedule((5.0, DECODE, 1), (5.0, PREFILL, 1))
+    world, report = run(spec_of(3, 3), policy=policy, controller=wanted)
+    assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
+    for pool in (PREFILL, DECODE):
+        gone = [m for m in world.fleet.members if m.pool == pool and m.state == GONE]
+        assert len(gone) == 2
+        assert all(m.gone_at is not None and 5.0 <= m.gone_at < 15.0 for m in gone)
+        names = {m.worker_id for m in gone}
+        late = [r for r in report.requests if r.arrived_s > 5.0]
+        assert not names & {r.prefill_worker for r in late}
+
+
+def test_what_a_drain_has_no_time_for_goes_on_elsewhere() -> None:
+    wanted = schedule((5.0, DECODE, 1))
+    world, report = run(spec_of(2, 3, drain_s=0.5), controller=wanted)
+    assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
+    assert all(m.gone_at in (None, 5.5) for m in world.fleet.members)
+    patient = run(spec_of(2, 3), controller=wanted)[1]
+    work = [sum(use.work_tokens for use in r.pools.values()) for r in (report, patient)]
+    assert work[0] > work[1]  # their prompts were computed again
+
+
+def test_a_worker_that_is_not_wanted_any_more_need_not_start() -> None:
+    wanted = schedule((1.0, DECODE, 4), (2.0, DECODE, 2))
+    world, report = run(spec_of(), controller=wanted)
+    names = {r.decode_worker for r in report.requests}
+    assert names <= {"decode-0", "decode-1", "prefill-0", "prefill-1"}
+    assert [m.gone_at for m in world.fleet.members if m.asked_at == 1.0] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("notice_s", [0.0, 2.0])
+def test_what_a_dead_worker_had_is_answered_by_others(victim: str, notice_s: float) -> None:
+    failure = Failure(5.0, victim, notice_s)
+    world, report = run(spec_of(), failures=(failure,))
+    assert {r.status for r in report.requests} == {OK}
+    lost = [r for r in report.requests if r.num_losses]
+    assert lost
+    assert all(r.num_losses == 1 for r in lost)
+    assert all(r.arrived_s + (r.e2e_s or 0.0) > 5.0 + notice_s for r in lost)
+    (dead,) = (m for m in world.fleet.members if m.state == GONE)
+    assert (dead.worker_id, dead.gone_at) == (victim, 5.0 + notice_s)
+
+
+def test_a_client_keeps_the_tokens_it_has_when_its_worker_dies() -> None:
+    """The answer goes on from there: what is made again is the KV, not the tokens."""
+    slow = kind(decode=default_model().decode.model_copy(update={"fixed_s": 0.1}))
+    one = Workload("one", 512, (Arrival(0.0, 1024, 101, (1, 2)),))
+    spec = ClusterSpec(1, 2, model=slow)
+    calm = run(spec, one)[1].requests[0]
+    # A second is ten tokens; the prompt is cached at its prefill worker by then.
+    world, report = run(spec, one, failures=(Failure(5.0, calm.decode_worker),))
+    hurt = report.requests[0]
+    assert hurt.ttft_s == calm.ttft_s
+    assert hurt.decode_worker != calm.decode_worker
+    assert calm.e2e_s is not None
+    assert hurt.e2e_s == pytest.approx(calm.e2e_s, abs=0.2)
+    assert sum(m.worker.work_tokens for m in world.fleet.members) < 1024 + 60
+
+
+def test_pools_that_are_gone_are_done_without() -> None:
+    few = replace(LOAD, arrivals=LOAD.arrivals[:60])
+    deaths = tuple(Failure(2.0, f"{DECODE}-{i}") for i in range(2))
+    report = run(spec_of(), few, failures=deaths)[1]
+    assert {r.status for r in report.requests} == {OK}
+    late = {r.decode_worker for r in report.requests if r.arrived_s > 2.0}
+    assert late <= {"prefill-0", "prefill-1"}
+    deaths = tuple(Failure(2.0, f"{pool}-{i}") for pool in (PREFILL, DECODE) for i in range(2))
+    report = run(spec_of(), few, failures=deaths)[1]
+    assert {r.status for r in report.requests if r.arrived_s > 2.0} == {REFUSED}
+    assert report.attainment() < 1
+
+
+def test_a_request_that_loses_too_many_workers_is_lost() -> None:
+    one = Workload("one", 512, (Arrival(0.0, 512, 2000, (1,)),))
+    spec = ClusterSpec(num_aggregated=9, model=kind())
+    deaths: tuple[Failure, ...] = ()
+    for i in range(MAX_LOSSES + 1):  # whoever has it then dies
+        report = run(spec, one, failures=deaths)[1]
+        assert [(r.status, r.num_losses) for r in report.requests] == [(OK, i)]
+        deaths = (*deaths, Failure(1.0 + i, report.requests[0].decode_worker))
+    report = run(spec, one, failures=deaths)[1]
+    assert [(r.status, r.num_losses) for r in report.requests] == [(LOST, MAX_LOSSES + 1)]
+    assert report.attainment() == 0
+
+
+def test_faster_workers_of_a_pool_get_more_of_its_work() -> None:
+    pace = default_model().prefill.model_copy(update={"token_s": 5e-5 / 4})
+    spec = spec_of(1, 2, groups=(Group(PREFILL, 1, kind(prefill=pace)),))
+    _, report = run(spec)
+    slow, fast = (
+        sum(r.prefill_worker == f"{PREFILL}-{i}" for r in report.requests) for i in range(2)
+    )
+    assert fast > 1.5 * slow
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Wants nothing, and keeps what it sees."""
+
+    tick_s: float = 1.0
+    seen: list[Observation] = field(default_factory=list)
+
+    def sizes(self, seen: Observation) -> Mapping[str, int]:
+        """Look only."""
+        self.seen.append(seen)
+        return {}
+
+
+def test_a_controller_sees_every_request_once_and_the_pools_as_they_are() -> None:
+    recorder = Recorder()
+    _, report = run(spec_of(), controller=recorder)
+    assert [o.now for o in recorder.seen] == [float(i) for i in range(len(recorder.seen))]
+    ended = [r.number for o in recorder.seen for r in o.ended]
+    assert len(ended) == len(set(ended)) >= len(report.requests) - 10
+    assert sum(o.num_arrived for o in recorder.seen) == len(report.requests)
+    for seen in recorder.seen:
+        assert (seen.pools[PREFILL].size, seen.pools[AGGREGATED].size) == (2, 0)
+        assert seen.pools[DECODE].kv_tokens == 2 * default_model().kv_tokens
+    assert max(o.pools[DECODE].num_running for o in recorder.seen) > 3
+
+
+@dataclass(frozen=True, slots=True)
+class ByQueue:
+    """Wants a prefill worker for each 4,000 tokens that wait."""
+
+    tick_s: float = 1.0
+
+    def sizes(self, seen: Observation) -> Mapping[str, int]:
+        """Grow only."""
+        state = seen.pools[PREFILL]
+        return {PREFILL: max(state.size, min(6, state.queued_tokens // 4000))}
+
+
+def test_a_controller_that_grows_a_short_pool_keeps_more_requests_in_time() -> None:
+    short = plain_workload(PlainLoad(4000, 20, 10.0), 300, seed=2)
+    fixed = run(spec_of(1), short)[1]
+    grown = run(spec_of(1), short, controller=ByQueue())[1]
+    assert grown.attainment(2.0) > fixed.attainment(2.0) + 0.3
+    assert grown.pools[PREFILL].peak_workers > 1
+
+
+def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
+    with pytest.raises(ValueError, match="no aggregated pool"):
+        run(spec_of(), controller=schedule((0.0, AGGREGATED, 1)))
+    with pytest.raises(ValueError, match="none of"):
+        schedule((0.0, "both", 1))
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.sampled_from([OURS, ROUND_ROBIN]),
+    st.booleans(),
+    st.lists(
+        st.tuples(st.floats(0, 20), st.integers(0, 3), st.sampled_from((0.0, 0.7))), max_size=4
+    ),
+    st.lists(st.tuples(st.floats(0, 20), st.integers(0, 1), st.integers(1, 4)), max_size=4),
+    st.sampled_from((0.2, 60.0)),
+)
+def test_whatever_dies_or_drains_every_request_ends_once_and_nothing_leaks(
+    policy: str,
+    is_one: bool,
+    deaths: list[tuple[float, int, float]],
+    sizes: list[tuple[float, int, int]],
+    drain_s: float,
+) -> None:
+    pools = (AGGREGATED, AGGREGATED) if is_one else (PREFILL, DECODE)
+    tight = kind(kv_blocks=600, startup_s=0.5)  # a few answers at once, so that some wait for room
+    spec = replace(spec_of(), model=tight, drain_s=drain_s, hint_loss=0.1, num_routers=2)
+    if is_one:
+        spec = replace(spec, num_prefill=0, num_decode=0, num_aggregated=3)
+    failures = tuple(Failure(at, f"{pools[i % 2]}-{i // 2}", notice) for at, i, notice in deaths)
+    wanted = schedule(*((at, pools[pool], size) for at, pool, size in sizes))
+    _, report = run(spec, policy=policy, controller=wanted, failures=failures)
+    if not deaths:
+        assert {r.num_losses for r in report.requests} == {0}
+    assert all(r.ttft_s is not None and r.ttft_s > 0 for r in report.answered)
