@@ -139,7 +139,7 @@ class Pair:
         assert among_few == among_all
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.sampled_from([(3, 2), (40, 40), (80, 5), (5, 80)]))
 def test_the_index_decides_as_a_look_at_all_does(seed: int, sizes: tuple[int, int]) -> None:
     rng = random.Random(seed)

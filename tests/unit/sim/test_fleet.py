@@ -236,6 +236,7 @@ def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
 @settings(
     max_examples=25,
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
