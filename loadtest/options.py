@@ -35,8 +35,8 @@ Target = Annotated[
     typer.Option(
         envvar="ISTHMUS_LOADTEST_TARGET",
         help="grpc://HOST:PORT of a router, or http://HOST:PORT/PATH of any "
-        "OpenAI-compatible server (grpcs and https by TLS); sim:prefill=N,decode=N simulates a cluster, and "
-        "mock://http?KEY=VALUE&... brings a server with known timing.",
+        "OpenAI-compatible server (grpcs and https by TLS); sim:prefill=N,decode=N simulates a "
+        "cluster, and mock://http?KEY=VALUE&... brings a server with known timing.",
     ),
 ]
 Quick = Annotated[
