@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import sub
 
 from services.common.clock import Clock
 from services.common.errors import IsthmusError
@@ -161,8 +162,14 @@ class _Gaps:
 
     def note_written(self, times: Sequence[float]) -> None:
         """Tokens were written to the client, one at each of these times."""
-        for time in times:
-            self._note(time, 1)
+        if self._first is None:
+            self._note(times[0], 1)
+            times = times[1:]
+        self._gaps_s += map(sub, times, (self._last, *times))
+        self._num_after_first += len(times)
+        self._last = times[-1] if times else self._last
+        if len(self._gaps_s) >= _GAPS_AT_ONCE:
+            self.flush()
 
     def _note(self, now: float, num_tokens: int) -> None:
         if self._first is None:

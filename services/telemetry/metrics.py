@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -71,7 +71,7 @@ class Metrics:
         if self._store is not None:
             self._store.observe(metric, (value,), _key(metric, labels))
 
-    def observe_all(self, metric: Histogram, values: Iterable[float], /, **labels: str) -> None:
+    def observe_all(self, metric: Histogram, values: Sequence[float], /, **labels: str) -> None:
         """Put several values into a distribution."""
         if self._store is not None:
             self._store.observe(metric, values, _key(metric, labels))
@@ -169,13 +169,14 @@ class _Store:
         with self._lock:
             self._totals[metric.name].at(key).value += value
 
-    def observe(self, metric: Histogram, values: Iterable[float], key: _Key) -> None:
+    def observe(self, metric: Histogram, values: Sequence[float], key: _Key) -> None:
         with self._lock:
             distribution = self._distributions[metric.name].at(key)
+            buckets, counts = metric.buckets, distribution.counts
             for value in values:
                 # A value on a bound belongs below it.
-                distribution.counts[bisect_left(metric.buckets, value)] += 1
-                distribution.total += value
+                counts[bisect_left(buckets, value)] += 1
+            distribution.total += sum(values)
 
     # -- prometheus_client's Collector --------------------------------------------------------
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.common.clock import SystemClock
+from services.common.clock import ManualClock, SystemClock
 from services.common.config import TelemetrySettings
 from services.common.errors import RequestError
 from services.common.ids import RequestId
@@ -147,6 +147,43 @@ async def test_every_gap_is_counted_however_a_request_ends(
             pass
     lines = metrics.render().decode().splitlines()
     assert f"isthmus_itl_seconds_count {num_tokens - 1:.1f}" in lines
+    metrics.shutdown()
+
+
+class Written(Scripted):
+    """A router that writes tokens past its outputs, one each quarter of a second from 0 on."""
+
+    async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
+        assert call.sink is not None
+        await write([ChoiceDelta(0, 0, (1,), "a")])
+        for first, count in ((1, 1), (2, 31), (33, 32), (65, 3)):
+            call.sink.note([(first + i) / 4 for i in range(count)])
+        await write(ENDING)
+
+
+class Nobody:
+    """A sink that takes nothing."""
+
+    def push(self, output: ChoiceDelta) -> bool:
+        return False
+
+    def writer(self) -> None:
+        return None
+
+    def note(self, times: Sequence[float]) -> None:
+        pass
+
+
+async def test_gaps_between_tokens_that_were_written_at_once_are_counted(tracing: Tracing) -> None:
+    metrics = Metrics.enabled()
+    router = ObservedRouter(Written([]), tracing, metrics, ManualClock(0.0), TraceIds())
+    call = replace(make_call(), sink=Nobody())
+    _ = [output async for output in asked(router, call)]
+
+    values = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines())
+    assert values["isthmus_itl_seconds_count"] == "67.0"
+    assert values["isthmus_itl_seconds_sum"] == "16.75"
+    assert values['isthmus_tpot_seconds_sum{mode="REMOTE"}'] == "0.25"
     metrics.shutdown()
 
 

@@ -32,7 +32,10 @@ def bill(book: UsageBook, *outputs: Any, prompt: int = 100) -> None:
     made = Bill("acme", prompt, rates, book)
     made.open()
     for output in outputs:
-        made.note(output)
+        if isinstance(output, list):
+            made.note_written(output)
+        else:
+            made.note(output)
     made.close()
 
 
@@ -55,7 +58,7 @@ async def test_answers_are_billed_as_they_were_made(tmp_path: Path) -> None:
     await book.flush()
     # A token beyond the stop string was made and is not billed: the end says two.
     assert read_all(tmp_path)["acme"] == Usage(1, 100, 64, 2)
-    bill(book, delta(1), delta(2, 3))  # broke off after three tokens
+    bill(book, delta(1), [0.5, 0.75])  # broke off after three tokens
     await book.flush()
     assert read_all(tmp_path)["acme"] == Usage(2, 200, 64, 5)
     bill(book)  # failed before its first token
