@@ -261,29 +261,31 @@ def compare(two: Option | None, one: Option | None) -> Verdict:
 
 
 def _compared(two: Option | None, one: Option | None) -> Verdict:
-    if two is None and one is None:
-        return Verdict(None, 0.0, "neither two pools nor one pool of that many workers is enough")
-    if one is None or (two is not None and two.usd_per_h < one.least_usd_per_h):
-        assert two is not None
-        if one is None:
-            return Verdict(
-                TWO_POOLS, 0.0, f"{two.size} meet the SLO, no one pool does: disaggregate"
-            )
-        saving = 1 - two.usd_per_h / one.usd_per_h
+    if two is None or one is None:
+        return _only(two, one)
+    ours, theirs = two.usd_per_h, one.usd_per_h
+    if ours < one.least_usd_per_h:
+        saving = 1 - ours / theirs
         said = f"{two.size} meet the SLO at {saving:.0%} less than {one.size}: disaggregate"
         return Verdict(TWO_POOLS, saving, said)
-    if two is None:
-        said = f"{one.size} meets the SLO, no two pools do: do not disaggregate"
-        return Verdict(ONE_POOL, 0.0, said)
-    if one.usd_per_h < two.least_usd_per_h:
-        saving = 1 - one.usd_per_h / two.usd_per_h
+    if theirs < two.least_usd_per_h:
+        saving = 1 - theirs / ours
         said = f"{one.size} meets the SLO at {saving:.0%} less than {two.size}: do not disaggregate"
         return Verdict(ONE_POOL, saving, said)
-    said = (
-        f"too close to call: {two.size} at {_range(two)}, {one.size} at {_range(one)}; "
-        "more or longer runs may tell"
-    )
-    return Verdict(None, 0.0, said)
+    if two.least_usd_per_h == ours == theirs == one.least_usd_per_h:
+        return Verdict(None, 0.0, f"a tie: {two.size} and {one.size} both cost ${ours:.2f} an hour")
+    said = f"too close to call: {two.size} at {_range(two)}, {one.size} at {_range(one)}"
+    return Verdict(None, 0.0, f"{said}; more or longer runs may tell")
+
+
+def _only(two: Option | None, one: Option | None) -> Verdict:
+    """Say which of the two is enough at all."""
+    if two is not None:
+        return Verdict(TWO_POOLS, 0.0, f"{two.size} meet the SLO, no one pool does: disaggregate")
+    if one is not None:
+        said = f"{one.size} meets the SLO, no two pools do: do not disaggregate"
+        return Verdict(ONE_POOL, 0.0, said)
+    return Verdict(None, 0.0, "neither two pools nor one pool of that many workers is enough")
 
 
 def _range(option: Option) -> str:

@@ -177,6 +177,8 @@ def test_costs_that_the_trials_cannot_tell_apart_are_called_so(strict: Sizing) -
     vague = replace(one, least_usd_per_h=two.usd_per_h)
     assert compare(two, vague).choice is None
     assert compare(two, vague).sentence.startswith("too close to call")
+    tied = (replace(option, usd_per_h=7.5, least_usd_per_h=7.5) for option in (two, one))
+    assert compare(*tied).sentence.endswith("both cost $7.50 an hour")
     assert compare(two, None).choice == TWO_POOLS
     assert compare(None, one).choice == ONE_POOL
     assert compare(None, None).choice is None
