@@ -26,6 +26,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 MAX_ROUTERS = 64
 MAX_THREADS = 1024  # as of a worker
 _NUMBER_DIGITS = 9
+_SIM_TOKENS = 2048 + 96  # of the longest request
 
 app = typer.Typer(help="Measure a cluster on this machine.", no_args_is_help=True)
 
@@ -382,6 +383,37 @@ def tenants(
         result = run(
             model, rounds=rounds, prompt_tokens=prompt_tokens, seed=seed, progress=progress
         )
+    return show_result(result, progress)
+
+
+@app.command("sim")
+def sim(
+    seconds: Annotated[float, typer.Option(min=30, max=3600, help="Measured time.")] = 60,
+    rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests a second.")] = 8,
+    model: Annotated[
+        str, typer.Option(help="A real model instead of a scripted engine; needs --model-file.")
+    ] = "",
+    model_file: Annotated[
+        Path | None,
+        typer.Option(help="How fast that model is, by `isthmus profile`.", exists=True),
+    ] = None,
+    seed: PromptSeed = 0,
+) -> int:
+    """The simulator beside reality: one load on four worker processes and in virtual time."""
+    from services.bench.sim_reality import Setup, run
+    from services.chaos.scripted_model import make_scripted_model
+
+    if model and model_file is None:
+        raise typer.BadParameter("--model needs --model-file, which `isthmus profile` writes")
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="isthmus-model-") as directory:
+        chosen = (
+            prepare_model(model, _SIM_TOKENS)
+            if model_file is not None
+            else make_scripted_model(Path(directory) / "model")
+        )
+        setup = Setup(chosen, model_file, seconds, rate, seed)
+        result = run(setup, progress)
     return show_result(result, progress)
 
 
