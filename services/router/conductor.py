@@ -323,6 +323,7 @@ class Conductor:
                     leg = request.progress.open_leg(worker_id, attempt)
                     if leg is not None:
                         self._tokens(TokensIn(0, index, (token_id,)), request, leg, now)
+                        request.open_lane(leg)
             except Exception as error:
                 self._fault(request, error)
         link.ack(acks)
@@ -379,9 +380,7 @@ class Conductor:
         if marks.first_token is None:
             marks.first_token = now
         request.buffer.put(outputs)
-        if isinstance(outputs[-1], ChoiceDelta):
-            request.open_lane(leg)
-        else:
+        if not isinstance(outputs[-1], ChoiceDelta):
             self._end_if_over(request)
 
     def _ticket(self, message: worker_pb2.TicketReady, request: OpenRequest, leg: Leg) -> None:

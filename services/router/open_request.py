@@ -34,7 +34,8 @@ class OpenRequest:
 
     def open_lane(self, leg: Leg) -> None:
         """Let the next tokens of a leg go the short way if that can be."""
-        sink, plain = self.buffer.sink, self.progress.logical.plain()
+        sink = self.buffer.sink
+        plain = None if sink is None else self.progress.logical.plain()
         write = None if plain is None else self.buffer.writer()
         if sink is not None and plain is not None and write is not None:
             self.lane = Lane(leg, plain, self.progress.marks, sink, write)

@@ -60,8 +60,7 @@ class ChoiceSoFar:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlainChoice:
+class PlainChoice(NamedTuple):
     """An only choice whose next tokens are text and nothing else, as long as each has a text."""
 
     token_ids: array[int]  # forwarded; whoever forwards the next one adds it
