@@ -21,7 +21,8 @@ from services.registry.cost import Booked
 LIVE, DRAINING, SUSPECT, INCOMPATIBLE, GONE = (
     "live", "draining", "suspect", "incompatible", "gone",
 )  # fmt: skip
-_JUDGED_FOR_S = 0.02  # leases run out meanwhile, of workers without a Link
+# A lease that runs out changes what is said of a worker without a Link; of another only its age.
+_JUDGED_FOR_S, _LINKED_FOR_S = 0.02, 0.25
 _NOT_BOOKED = Booked()
 
 
@@ -154,7 +155,7 @@ class ViewMaker:
             and was.record is record
             and was.link is link
             and was.is_broken is is_broken
-            and 0 <= now - was.at < _JUDGED_FOR_S
+            and 0 <= now - was.at < (_LINKED_FOR_S if _is_up(link) else _JUDGED_FOR_S)
         ):
             if was.booked is booked:
                 return was
@@ -203,7 +204,7 @@ def _judge(worker_id: WorkerId, inputs: ViewInputs, now: float) -> WorkerView:
         lease_left_ms=lease_left,
         load=_newest_load(own_record, link, inputs.records_at),
         booked=inputs.booked.get(worker_id, _NOT_BOOKED),
-        up_since=link.since if link and link.status is LinkStatus.UP else None,
+        up_since=link.since if link and _is_up(link) else None,
     )
 
 
@@ -241,7 +242,13 @@ def _state_without_link(
     return SUSPECT, link.detail or f"its Link is {link.status.value}"
 
 
+def _is_up(link: LinkState | None) -> bool:
+    return link is not None and link.status is LinkStatus.UP
+
+
 def _identity_mismatch(info: WorkerInfo, expected: Mapping[str, str]) -> str | None:
+    if expected.items() <= info.identity_fields.items():
+        return None  # at once: every worker is asked many times a second
     theirs = {name: info.identity_fields.get(name, "<absent>") for name in expected}
     found = first_mismatch(expected, theirs)
     if found is None:
