@@ -1,4 +1,4 @@
-/* KV blocks: digests, and many copies out of a pool, without torch and OpenMP.
+/* KV blocks: names, digests, and many copies out of a pool, without torch and OpenMP.
  *
  * Called with the interpreter's lock released, so a pull costs one lock hand-over, not one a block. */
 #include <pthread.h>
@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "sha256.h"
 #include "xxh3.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -20,6 +21,8 @@
 #define STREAM_MIN_BYTES (4L << 20)
 #define LINE 64
 #define MAX_HEADS 256 /* also in kv_blocks.py */
+#define NAME 16 /* bytes; also there, as the next */
+#define MAX_NAMED 256 /* bytes of what is hashed for one */
 #define MAX_THREADS 16 /* of one copy */
 #define AHEAD (64 * LINE) /* a prefetch beyond the pool is no fault */
 #define TOGETHER 10 /* pieces, and what is copied of each in its turn: measured, with little between */
@@ -202,3 +205,29 @@ EXPORT void isthmus_gather_blocks(const pool_pieces *from, uint8_t *to, int64_t 
     for (int64_t i = 0; i < count; i++)
         copy_block(to + i * block_bytes, from, rows[i], 0);
 }
+
+#if defined(HAS_SHA256)
+/* Names of blocks, each of which follows the one before: the first `NAME` bytes of the SHA-256 of a
+ * head that holds the parent's name at `parent_at`, and the block's tokens. The head holds that of
+ * the first block's parent; with the tokens it has MAX_NAMED bytes at most. */
+EXPORT void isthmus_hash_chain(const uint8_t *head, int64_t head_bytes, int64_t parent_at,
+                               const uint8_t *tokens, int64_t block_bytes, int64_t num_blocks,
+                               uint8_t *names) {
+    uint8_t message[MAX_NAMED + SHA256_CHUNK + 9] = {0};
+    int64_t bytes = head_bytes + block_bytes;
+    int64_t chunks = (bytes + 9 + SHA256_CHUNK - 1) / SHA256_CHUNK;
+    memcpy(message, head, (size_t)head_bytes);
+    message[bytes] = 0x80;
+    for (int i = 0; i < 8; i++)
+        message[chunks * SHA256_CHUNK - 1 - i] = (uint8_t)((uint64_t)bytes * 8 >> 8 * i);
+    for (int64_t block = 0; block < num_blocks; block++, names += NAME) {
+        uint32_t state[8];
+        memcpy(message + head_bytes, tokens + block * block_bytes, (size_t)block_bytes);
+        memcpy(state, SHA256_START, sizeof state);
+        sha256_chunks(message, chunks, state);
+        for (int i = 0; i < NAME; i++)
+            names[i] = (uint8_t)(state[i / 4] >> (24 - 8 * (i % 4)));
+        memcpy(message + parent_at, names, NAME);
+    }
+}
+#endif

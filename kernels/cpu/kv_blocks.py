@@ -1,4 +1,4 @@
-"""Copies and digests KV blocks by the C library; needs no torch."""
+"""Names, copies and digests KV blocks by the C library; needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ SWITCH = "ISTHMUS_CPU_KERNELS"  # "off" copies with numpy even where the library
 
 _STRIPE_BYTES = 64
 _MAX_HEADS = 256  # also in isthmus_kv.c
+_NAME_BYTES = 16  # there, too, as the next
+_MAX_NAMED_BYTES = 256
 _MIN_DIGEST_BYTES = 241  # shorter inputs have other rules in XXH3
 
 
@@ -103,7 +105,7 @@ class PullJob:
 
 
 class KvBlocks:
-    """The functions of the library; every call runs without the interpreter's lock."""
+    """The functions of the library; all but the shortest run without the interpreter's lock."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._pull = handle.isthmus_pull_blocks
@@ -115,6 +117,30 @@ class KvBlocks:
         self._digests = handle.isthmus_block_digests
         self._digests.argtypes = (ctypes.POINTER(_Plan), c_void_p, c_void_p)
         self._digests.restype = None
+        # Only where the processor has instructions for it: hashlib is as fast as C without them.
+        self.can_hash = hasattr(handle, "isthmus_hash_chain")
+        if self.can_hash:
+            # With the lock: handing it over would take longer than most chains.
+            chain = ctypes.PYFUNCTYPE(
+                None, c_char_p, c_int64, c_int64, c_char_p, c_int64, c_int64, c_char_p
+            )
+            self._hash_chain = chain(("isthmus_hash_chain", handle))
+
+    def hash_chain(self, head: bytes, parent_at: int, tokens: bytes, block_bytes: int) -> bytes:
+        """Return 16 bytes for each whole block: a SHA-256 of the head and the block's tokens.
+
+        Args:
+            head: holds 16 bytes of the first block's parent; of later ones the block before.
+            parent_at: where it holds them.
+        """
+        if not 0 <= parent_at <= len(head) - _NAME_BYTES:
+            raise ValueError("the head does not hold a parent there")
+        if block_bytes < 1 or len(head) + block_bytes > _MAX_NAMED_BYTES:
+            raise ValueError(f"head and block have 1 to {_MAX_NAMED_BYTES} bytes")
+        num_blocks = len(tokens) // block_bytes
+        names = ctypes.create_string_buffer(num_blocks * _NAME_BYTES)
+        self._hash_chain(head, len(head), parent_at, tokens, block_bytes, num_blocks, names)
+        return names.raw
 
     def digests(self, plan: DigestPlan, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
         """Return the xxh3_64 of every part of one block, `[num_digests]`."""

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu import kv_blocks
 from services.common.ids import BlockHash
 from services.kv.layout import BLOCK_TOKENS
 
@@ -87,6 +88,13 @@ def extend_hashes(parent: BlockHash, token_ids: npt.NDArray[np.uint32]) -> tuple
     data = pack_token_ids(token_ids)
     if len(parent) != HASH_BYTES:
         raise ValueError(f"a block hash has {HASH_BYTES} bytes")
+    library, _ = kv_blocks.available()
+    if library is not None and library.can_hash:
+        head = b"".join((_BLOCK_PREFIX, parent, _TOKENS_PREFIX))
+        names = library.hash_chain(head, len(_BLOCK_PREFIX), data, _BLOCK_BYTES)
+        cuts = range(0, len(names), HASH_BYTES)
+        hashes = [names[at : at + HASH_BYTES] for at in cuts]
+        return cast("tuple[BlockHash, ...]", tuple(hashes))
     # As next_hash, without a call for each block: a prompt has thousands.
     sha256, hashes, chained = hashlib.sha256, list[bytes](), bytes(parent)
     for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):

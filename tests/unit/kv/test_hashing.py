@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.cpu import kv_blocks
 from services.common.config import IsthmusConfig
 from services.common.settings import Section
 from services.kv import hashing
@@ -71,6 +72,42 @@ def test_self_test_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "_BLOCK_PREFIX", b"other")
     with pytest.raises(RuntimeError, match="prefix hints would never match"):
         check_reference_vector()
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_chain_is_what_its_blocks_give_one_by_one(
+    has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(kv_blocks, "available", lambda: (None, "turned off"))
+    rng, parent = np.random.default_rng(1), SCOPE.root
+    for count in (0, 15, 16, 17, 640, 1000):
+        tokens = rng.integers(0, 1 << 32, count, dtype=np.uint32)
+        expected, raw = [parent], pack_token_ids(tokens)
+        for at in range(0, len(raw) - 63, 64):
+            expected.append(next_hash(expected[-1], raw[at : at + 64]))
+        assert extend_hashes(parent, tokens) == tuple(expected[1:])
+        parent = expected[-1]
+
+
+@pytest.mark.parametrize(("head_bytes", "block_bytes"), [(16, 1), (20, 35), (20, 36), (100, 156)])
+def test_the_library_names_blocks_by_sha256(head_bytes: int, block_bytes: int) -> None:
+    """Around the lengths at which padding takes another chunk, and at the longest."""
+    library, _ = kv_blocks.available()
+    if library is None or not library.can_hash:
+        pytest.skip("no C compiler here, or a processor without instructions for SHA-256")
+    rng = np.random.default_rng(head_bytes)
+    head, tokens = rng.bytes(head_bytes), rng.bytes(3 * block_bytes + block_bytes // 2)
+    at, names = head_bytes - 16, b""
+    for block in range(3):
+        named = head[:at] + (names[-16:] or head[at:]) + tokens[block * block_bytes :][:block_bytes]
+        names += hashlib.sha256(named).digest()[:16]
+    assert library.hash_chain(head, at, tokens, block_bytes) == names
+    for wrong in ((head, at + 1, block_bytes), (head, -1, block_bytes), (head, at, 0)):
+        with pytest.raises(ValueError, match="head"):
+            library.hash_chain(wrong[0], wrong[1], tokens, wrong[2])
+    with pytest.raises(ValueError, match="256 bytes"):
+        library.hash_chain(head, at, tokens, 257 - head_bytes)
 
 
 def test_only_full_blocks_have_hashes() -> None:
