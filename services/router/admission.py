@@ -193,8 +193,7 @@ def longest_backlog_s(
     """Return the longest backlog of all workers; infinite unless every one has room for more."""
     longest_s = 0.0 if workers else inf
     for worker in workers:
-        is_full = worker.load.waiting > config.max_decode_waiting
-        if is_full or not has_room(worker, starting_tokens, policy, config):
+        if not has_room(worker, starting_tokens, policy, config):
             return inf
         queued = _queued_tokens(worker) + starting_tokens
         longest_s = max(longest_s, queued / _rate(worker, policy))

@@ -473,6 +473,8 @@ class Gate:
         if self._by_waiting or wish.slo_ttft_s or wish.slo_tpot_s:
             return False
         prefill, decode = view.usable("prefill"), view.usable("decode")
+        if is_decode_full(decode, self._config):
+            return False
         starting = sum(pool.starting_tokens for pool in self._pools.values())
         wait_s = longest_backlog_s((*prefill, *decode), starting, self._policy, self._config)
         wait_s *= self._ratio.value
