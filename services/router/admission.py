@@ -190,12 +190,16 @@ def longest_backlog_s(
     policy: PolicyConfig,
     config: AdmissionConfig,
 ) -> float:
-    """Return the longest backlog of all workers; infinite unless every one has room for more."""
-    longest_s = 0.0 if workers else inf
+    """Return the longest backlog of a pool's workers; infinite unless each has room for more.
+
+    Args:
+        starting_tokens: as of `backlog_of`.
+    """
+    longest_s, starting = 0.0, starting_tokens / max(1, len(workers))
     for worker in workers:
-        if not has_room(worker, starting_tokens, policy, config):
+        if not has_room(worker, starting, policy, config):
             return inf
-        queued = _queued_tokens(worker) + starting_tokens
+        queued = _queued_tokens(worker) + starting
         longest_s = max(longest_s, queued / _rate(worker, policy))
     return longest_s
 

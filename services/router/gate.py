@@ -217,11 +217,11 @@ class Gate:
         Raises:
             RequestError: overloaded, with a time to come back; deadline_exceeded.
         """
-        look = self._look()
-        view = look.view
+        view = self._around.view()
         wish = _wish(progress.call, self._config, self._clock.now())
         if self._starts_anywhere(progress, wish, view):
             return
+        look = self._look(view)
         progress.depth = hints()
         try:
             guess = look.guess(progress)
@@ -399,7 +399,7 @@ class Gate:
         """Let start whoever is next, as long as the workers have room."""
         if not self._by_waiting:
             return
-        look = self._look()
+        look = self._look(self._around.view())
         for pool in self._pools.values():
             while (head := pool.queue.head()) is not None and self._try_start(pool, head, look):
                 pass
@@ -465,19 +465,21 @@ class Gate:
 
     # -- what a request would find -----------------------------------------------------------
 
-    def _look(self) -> _Look:
-        return _Look(self._around.view(), self._around.links(), self._policy)
+    def _look(self, view: ClusterView) -> _Look:
+        return _Look(view, self._around.links(), self._policy)
 
     def _starts_anywhere(self, progress: Progress, wish: Wish, view: ClusterView) -> bool:
         """Let a request go that starts whoever is chosen: choosing costs more than all the rest."""
         if self._by_waiting or wish.slo_ttft_s or wish.slo_tpot_s:
             return False
-        prefill, decode = view.usable("prefill"), view.usable("decode")
-        if is_decode_full(decode, self._config):
+        policy, config = self._policy, self._config
+        pools = {role: view.usable(role) for role in ("prefill", "decode")}
+        if not any(pools.values()) or is_decode_full(pools["decode"], config):
             return False
-        starting = sum(pool.starting_tokens for pool in self._pools.values())
-        wait_s = longest_backlog_s((*prefill, *decode), starting, self._policy, self._config)
-        wait_s *= self._ratio.value
+        wait_s = self._ratio.value * max(
+            longest_backlog_s(pool, self._pool(role).starting_tokens, policy, config)
+            for role, pool in pools.items()
+        )
         if wait_s > self._config.worker_backlog_s:
             return False
         if wait_s + self._lag_s() * _LOOP_PASSES > wish.left_s:

@@ -126,6 +126,22 @@ async def test_requests_start_while_workers_have_room() -> None:
     rig.gate.check_integrity()
 
 
+async def test_what_is_on_its_way_to_prefill_makes_no_decode_worker_look_full() -> None:
+    rig = Rig()
+    rig.set_loads(replace(FREE, rate_tok_s=1e6), replace(FREE, rate_tok_s=0.0))
+
+    def choose() -> dict[WorkerId, int]:
+        raise AssertionError("it starts wherever it is sent")
+
+    requests = [rig.progress(f"r{i}") for i in range(20)]
+    assert sum(progress.facts.num_tokens for progress in requests) > 1024
+    for progress in requests:
+        await rig.gate.enter(progress, choose)
+    for progress in requests:
+        rig.gate.ended(progress)
+    rig.gate.check_integrity()
+
+
 async def test_hints_are_looked_up_only_for_requests_whose_start_depends_on_them() -> None:
     rig, asked = Rig(), list[Progress]()
     holder = rig.workers[0].worker_id
