@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.analysis import Origin
+from loadtest.cli import run as run_cli
 from loadtest.launch import Watch
 from loadtest.probing import Pools, search, search_splits, stretched
 from loadtest.result import SearchResult
@@ -145,3 +147,43 @@ def test_the_best_split_is_climbed_to(total: int, prefill_share: float) -> None:
     placed = {(probe.prefill_workers, probe.decode_workers) for probe in result.probes}
     assert placed == {(prefill, total - prefill) for prefill in tried}
     assert len(result.probes) == len(tried) * len(SEARCHED.probes)
+
+
+_FILE = """
+name: small
+arrivals: {kind: constant, rate_rps: 1}
+workload: {kind: fixed, isl: 2000, osl: 8}
+slo: {ttft_s: 0.5}
+phases: {measure_s: 2}
+"""
+
+
+def test_the_command_searches_a_simulation_and_its_best_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = tmp_path / "small.yaml"
+    scenario.write_text(_FILE)
+    flags = ["--start", "8", "--precision", "0.5", "--verify", "1", "--out", str(tmp_path / "out")]
+    search_it = ["search", str(scenario), *flags, "--json"]
+    assert run_cli([*search_it, "--target", "sim:prefill=1,decode=2"]) == 0
+    two = SearchResult.model_validate_json(capsys.readouterr().out)
+    assert run_cli([*search_it, "--target", "sim:prefill=1,decode=1", "--split", "3"]) == 0
+    best = SearchResult.model_validate_json(capsys.readouterr().out)
+    assert best.best_rps is not None
+    assert best.best_rps >= (two.best_rps or 0.0)
+    assert {(p.prefill_workers, p.decode_workers) for p in best.probes} == {(1, 2), (2, 1)}
+    assert len(list((tmp_path / "out").glob("small-search-*/report.html"))) == 2
+
+
+def test_a_search_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = tmp_path / "small.yaml"
+    scenario.write_text(_FILE.replace("slo: {ttft_s: 0.5}", ""))
+    target = ["search", str(scenario), "--target", "http://127.0.0.1:1"]
+    assert run_cli(target) == 2
+    assert "no slo to search for" in capsys.readouterr().err
+    assert run_cli([*target, "--ttft-s", "1", "--split", "4"]) == 2
+    assert "--split needs a sim: target" in capsys.readouterr().err
+    assert run_cli([*target, "--ttft-s", "1", "--start", "0.01"]) == 2
+    assert "0 < min <= start <= max" in capsys.readouterr().err
