@@ -58,18 +58,23 @@ def _latencies(distributions: Mapping[str, Distribution]) -> list[str]:
 
 def _search(result: SearchResult) -> str:
     name = _safe(scenario_name(result.scenario))
+    is_split = any(probe.prefill_workers is not None for probe in result.probes)
     rows = [
         (
             numbers.figure("_rps", probe.offered_rps),
             _share(probe.attainment),
             numbers.figure("_rps", probe.goodput_rps[1]),
             probe.state,
+            *([f"{probe.prefill_workers} + {probe.decode_workers}"] if is_split else []),
         )
         for probe in sorted(result.probes, key=lambda probe: probe.offered_rps)
     ]
     best = "none" if result.best_rps is None else numbers.figure("_rps", result.best_rps)
     lines = [f"# {name}: {best}", "", f"{result.verdict}: {_safe(result.verdict_reason)}", ""]
-    return "\n".join(lines + _table(["offered", "within the SLO", "goodput", "state"], rows))
+    headers = ["offered", "within the SLO", "goodput", "state"]
+    if is_split:
+        headers.append("prefill + decode workers")
+    return "\n".join(lines + _table(headers, rows))
 
 
 def _compare(result: CompareResult) -> str:

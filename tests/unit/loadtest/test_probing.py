@@ -172,7 +172,10 @@ def test_the_command_searches_a_simulation_and_its_best_split(
     assert best.best_rps is not None
     assert best.best_rps >= (two.best_rps or 0.0)
     assert {(p.prefill_workers, p.decode_workers) for p in best.probes} == {(1, 2), (2, 1)}
-    assert len(list((tmp_path / "out").glob("small-search-*/report.html"))) == 2
+    pages = sorted((tmp_path / "out").glob("small-search-*/report.html"))
+    assert len(pages) == 2
+    texts = [(page.parent / "summary.md").read_text() for page in pages]
+    assert ["| 1 + 2 |" in text for text in texts] == [False, True]
 
 
 def test_a_search_that_cannot_be_is_refused(
