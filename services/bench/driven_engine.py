@@ -134,14 +134,27 @@ class DrivenEngine:
 
     # -- work ------------------------------------------------------------------------------
 
-    def prefill(self, num_tokens: int) -> Spent:
-        """Compute a fresh prompt and its first token."""
+    def prefill(self, num_tokens: int, after: int = 0) -> Spent:
+        """Compute a prompt and its first token.
+
+        Args:
+            after: cached tokens before it, whole blocks; they are computed first, and not counted.
+        """
+        prefix = self._drawn(after)
+        if after:
+            self._compute(prefix, Spent())
         spent = Spent()
-        self._submit(num_tokens, WorkKind.WHOLE, max_tokens=1)
-        events = self._turn(spent)
-        while not any(isinstance(event, ChoiceDone) for event in events):
-            events = self._turn(spent)
+        done = self._compute(np.concatenate((prefix, self._drawn(num_tokens))), spent)
+        if done.cached_tokens != after:
+            raise EngineMisbehaved(f"{done.cached_tokens} tokens were cached instead of {after}")
         return spent
+
+    def _compute(self, token_ids: np.ndarray, spent: Spent) -> ChoiceDone:
+        self._submit_ids(token_ids, WorkKind.WHOLE, max_tokens=1)
+        while True:
+            for event in self._turn(spent):
+                if isinstance(event, ChoiceDone):
+                    return event
 
     def decode(self, num_seqs: int, context: int, num_steps: int, warm_up: int = 2) -> Spent:
         """Decode `num_seqs` sequences of `context` tokens for some steps, then drop them.
@@ -191,8 +204,13 @@ class DrivenEngine:
 
     def _submit(self, num_tokens: int, kind: WorkKind, *, max_tokens: int) -> RequestKey:
         """Submit random tokens: no prefix is ever shared."""
+        return self._submit_ids(self._drawn(num_tokens), kind, max_tokens=max_tokens)
+
+    def _drawn(self, num_tokens: int) -> np.ndarray:
         vocab = self._model.config.vocab_size
-        token_ids = self._rng.integers(0, vocab, num_tokens).astype(np.uint32)
+        return self._rng.integers(0, vocab, num_tokens).astype(np.uint32)
+
+    def _submit_ids(self, token_ids: np.ndarray, kind: WorkKind, *, max_tokens: int) -> RequestKey:
         self._num_requests += 1
         key = RequestKey(f"bench/{self._num_requests}")
         request = EngineRequest(

@@ -24,6 +24,7 @@ from services.cli import (
     loadtest_command,
     model,
     plan,
+    profile,
     serve,
     sim,
     status,
@@ -46,6 +47,7 @@ app.command("explain")(explain.explain)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
+app.command("profile")(profile.profile)
 app.command("loadtest", context_settings=loadtest_command.SETTINGS, add_help_option=False)(
     loadtest_command.loadtest
 )

@@ -126,3 +126,10 @@ def test_the_machine_can_read_and_multiply(
     hardware = Hardware(config)
     assert hardware.read_gb_s() > 0
     assert hardware.matmul_gflop_s() > 0
+
+
+def test_a_cached_prefix_is_found_and_not_counted(driven: DrivenEngine) -> None:
+    spent = driven.prefill(40, after=64)
+    assert (spent.num_turns >= 1, spent.turn_s > 0) == (True, True)
+    with pytest.raises(EngineMisbehaved, match="48 tokens were cached instead of 50"):
+        driven.prefill(40, after=50)

@@ -66,3 +66,9 @@ def test_statistics_of_a_trace_need_no_cluster(capsys: pytest.CaptureFixture[str
 )
 def test_impossible_arguments_are_refused(words: tuple[str, ...]) -> None:
     assert sim(*words) == exits.USAGE
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    assert run(["profile", "--output", str(tmp_path / "absent" / "m.json")]) == exits.USAGE
