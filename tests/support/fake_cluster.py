@@ -1,7 +1,8 @@
 """A supervisor over fake processes, run as a program of its own: signals belong to a process.
 
 `python -m tests.support.fake_cluster STATUS_FILE LOG_DIR PROGRAM...` supervises one fake worker
-per PROGRAM word, then a fake router. Words: serve, slow-stop, exit-1, exit-2, never-ready.
+per PROGRAM word, then a fake router. Words: serve, slow-stop, exit-1, exit-2, never-ready; before
+them may stand drain-SECONDS.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.cli.up_plan import PlannedProcess
 from services.cli.up_view import PlainView
 from services.common.clock import SystemClock
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 100.0
 
 
 def serve(word: str, port: int, log: str) -> int:
@@ -45,7 +46,7 @@ def serve(word: str, port: int, log: str) -> int:
     while not signalled:
         time.sleep(0.05)
     if word == "slow-stop":
-        time.sleep(60)
+        time.sleep(600)
     with Path(log).open("a") as file:
         file.write(f"{word}\n")
     server.stop(0)
@@ -54,6 +55,9 @@ def serve(word: str, port: int, log: str) -> int:
 
 def supervise(status_file: Path, log_dir: Path, words: list[str]) -> int:
     """Be the supervisor."""
+    drain_s = 1.0
+    if words[0].startswith("drain-"):
+        drain_s, words = float(words[0].removeprefix("drain-")), words[1:]
     plans = [
         PlannedProcess(f"decode-{i}", "decode", (word,), "127.0.0.1", 0)
         for i, word in enumerate(words)
@@ -74,7 +78,7 @@ def supervise(status_file: Path, log_dir: Path, words: list[str]) -> int:
         view=PlainView(sys.stdout, str(log_dir)),
         clock=SystemClock(),
         describe=lambda: {"pid": os.getpid()},
-        drain_s=1.0,
+        drain_s=drain_s,
     )
     return supervisor.run(START_TIMEOUT_S)
 
