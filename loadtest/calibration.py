@@ -91,7 +91,8 @@ async def _floor(door: Door, order: Order) -> Figures:
     settings = MockSettings(service_ms=str(order.service_ms), itl_ms=str(order.itl_ms))
     osl = max(2, round(_STREAM_S * 1000 / order.itl_ms))
     stream_s = (order.service_ms + (osl - 1) * order.itl_ms) / 1000
-    arrivals = {"kind": "constant", "rate_rps": order.streams / stream_s}
+    # At equal gaps most streams would write at the same instants, and measure each other.
+    arrivals = {"kind": "poisson", "rate_rps": order.streams / stream_s}
     phases = {"warmup_s": stream_s, "measure_s": order.seconds, "cooldown_s": stream_s}
     async with MockProcess(settings) as mock:
         result, _ = await _run(mock, door, _scenario(arrivals, osl, phases))
