@@ -102,7 +102,7 @@ def run(
     engine = DrivenEngine(loaded, model_dir, num_tokens=_ROOM, seed=seed)
     try:
         measured = Measured()
-        _round(engine, Measured())  # what a first round takes is compilation and page faults
+        _warm_up(engine)
         rounds = 0
         while not rounds or time.monotonic() - began < budget_s:
             progress("measuring rounds", min(1.0, (time.monotonic() - began) / budget_s))
@@ -152,6 +152,13 @@ def model_of(measured: Measured, worker: ProfiledWorker) -> PerformanceModel:
         abs(found.decode_s(s.num_answers, s.resident_tokens) / s.seconds - 1) for s in steps
     ]
     return found.model_copy(update={"fit": quality(prompt_errors, step_errors)})
+
+
+def _warm_up(engine: DrivenEngine) -> None:
+    """Touch all memory that is measured, and let the engine learn how large its chunks may be."""
+    for _ in range(2):
+        engine.prefill(PROMPTS[-1] // 2)
+    engine.decode(BATCHES[-1], DECODE_CONTEXTS[0], STEPS)
 
 
 def _round(engine: DrivenEngine, measured: Measured) -> None:
