@@ -101,10 +101,12 @@ class RegistryTwin:
                 return JoinAnswer("SUPERSEDED")
         else:
             held_by = self._slots.get
+            # Joins take the first free slot: while nobody is gone, all up to the last are taken.
+            first = len(self._slots) if self._are_valid(now_ms) else 0
             slot = next(
                 (
                     s
-                    for s in range(self.max_slots)
+                    for s in range(first, self.max_slots)
                     if (held := held_by(s)) is None or self._is_free(held, now_ms)
                 ),
                 None,
