@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from loadtest.percentiles import distribution, is_too_few, nearest_rank, share_of
+from loadtest.percentiles import SHARES, distribution, is_too_few, nearest_rank, share_of
 from loadtest.records import Phase, PlannedRequest, RequestRecord, Sample, Status
 from loadtest.slo import Slo
 
@@ -18,23 +18,31 @@ _ATTAINED = 0.95
 _RECOVERY_STEP_S = 5.0
 
 
-def ideal_hits(requests: Iterable[PlannedRequest]) -> float | None:
-    """Return the part of all prompt tokens that a cache without end would hold."""
+def ideal_hits(
+    requests: Iterable[PlannedRequest], counted: Container[int] | None = None
+) -> float | None:
+    """Return the part of prompt tokens that a cache without end would hold.
+
+    Args:
+        counted: numbers of requests whose tokens count; the others only fill the cache.
+    """
     # What was read so far as a tree of pieces: a node is named by all pieces above it, and knows
     # how much of each key was read there.
     read: dict[tuple[int, int], int] = {}  # by (node, key)
     found = total = 0
     for request in requests:
-        node = 0
+        node = hits = 0
         is_found = True
         for piece in request.prompt.pieces:
             known = read.get((node, piece.key), 0)
             if is_found:
-                found += min(known, piece.num_tokens)
+                hits += min(known, piece.num_tokens)
                 is_found = known >= piece.num_tokens
             read[node, piece.key] = max(known, piece.num_tokens)
             node = hash((node, piece.key, piece.num_tokens))
-        total += request.prompt.num_tokens
+        if counted is None or request.number in counted:
+            found += hits
+            total += request.prompt.num_tokens
     return found / total if total else None
 
 
@@ -72,14 +80,18 @@ def interference(records: Sequence[RequestRecord], confidence: float) -> Figures
         first, last = record.chunks[0].at_s, record.chunks[-1].at_s
         overlaps = bisect_left(starts, last) > bisect_right(ends, first)
         (beside if overlaps else alone).append(tpot_s * 1000)
+    fewest = min(len(beside), len(alone))
+    # The highest percentile that both can bear; a p99 needs a thousand requests of each.
+    share = next((share for share in reversed(SHARES) if not is_too_few(fewest, share)), _TAIL)
     with_long, without = (
-        share_of(distribution(part, confidence=confidence), _TAIL) for part in (beside, alone)
+        share_of(distribution(part, confidence=confidence), share) for part in (beside, alone)
     )
+    name = f"tpot_p{round(share * 100)}_ms"
     return {
         "short_beside_long": float(len(beside)),
         "short_alone": float(len(alone)),
-        "tpot_p99_ms_beside_long": with_long,
-        "tpot_p99_ms_alone": without,
+        f"{name}_beside_long": with_long,
+        f"{name}_alone": without,
         "interference": None if with_long is None or not without else with_long / without,
     }
 

@@ -132,11 +132,13 @@ def _run(
     from loadtest.analysis import analyse
     from loadtest.origin import origin
     from loadtest.outputs import save_run
+    from loadtest.records import Phase
     from loadtest.schedule import ideal_hit_ratio
     from loadtest.summary import summary
 
     log = run_scenario(scenario, base, spec, _watch(scenario))
-    ideal = ideal_hit_ratio(scenario, base)
+    measured = {record.number for record in log.records if record.phase is Phase.MEASURE}
+    ideal = ideal_hit_ratio(scenario, base, measured)
     result = analyse(log, scenario, origin(), ideal_hit_ratio=ideal)
     if pricing is not None:
         result = priced(result, log, scenario, pricing)

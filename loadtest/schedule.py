@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -133,7 +133,9 @@ def make_schedule(scenario: Scenario, base: Path, salt: str = "") -> Schedule:
     return Schedule(scenario, source, base)
 
 
-def ideal_hit_ratio(scenario: Scenario, base: Path) -> float | None:
+def ideal_hit_ratio(
+    scenario: Scenario, base: Path, counted: Container[int] | None = None
+) -> float | None:
     """Return the share of prompt tokens a cache without end would have; None in a closed loop.
 
     Sessions are taken one after another, as if none overlapped.
@@ -141,7 +143,8 @@ def ideal_hit_ratio(scenario: Scenario, base: Path) -> float | None:
     schedule = make_schedule(scenario, base)
     if schedule.is_closed:
         return None
-    return ideal_hits(request for session in schedule.sessions() for request in session)
+    requests = (request for session in schedule.sessions() for request in session)
+    return ideal_hits(requests, counted)
 
 
 def _until(arrivals: Open, scenario: Scenario) -> Iterator[tuple[int, float]]:

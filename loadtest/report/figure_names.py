@@ -12,8 +12,11 @@ _KNOWN = {
     "hit_of_ideal": ("cached, of what could have been", "_share"),
     "short_beside_long": ("short requests beside the prefill of a long one", ""),
     "short_alone": ("short requests without a long one", ""),
-    "tpot_p99_ms_beside_long": ("TPOT p99 of short requests beside a long one", "_ms"),
-    "tpot_p99_ms_alone": ("TPOT p99 of short requests without a long one", "_ms"),
+    **{
+        f"tpot_p{share}_ms_{where}": (f"TPOT p{share} of short requests {told} a long one", "_ms")
+        for share in (50, 90, 95, 99)
+        for where, told in (("beside_long", "beside"), ("alone", "without"))
+    },
     "interference": ("interference: the first of these over the second", " times"),
     "sessions": ("sessions", ""),
     "sessions_whole": ("sessions that ended with their last turn", ""),

@@ -56,6 +56,14 @@ def _common(own: Sequence[object], other: Sequence[object]) -> int:
     return shared
 
 
+def test_requests_that_do_not_count_fill_the_cache_all_the_same() -> None:
+    """A warm-up meets a cold cache; held against it, what was measured would beat the ideal."""
+    planned = _planned([[(1, 3)], [(1, 3)], [(1, 3), (2, 3)]])
+    assert ideal_hits(planned) == pytest.approx(6 / 12)
+    assert ideal_hits(planned, {1, 2}) == pytest.approx(6 / 9)
+    assert ideal_hits(planned, set()) is None
+
+
 def test_ideal_of_nothing_is_no_number() -> None:
     assert ideal_hits([]) is None
 
@@ -80,6 +88,15 @@ def test_interference_sets_short_requests_beside_a_long_prefill_apart() -> None:
     assert figures["interference"] == pytest.approx(3.0)
     assert figures["tpot_p99_ms_alone"] == pytest.approx(10.0)
     assert (figures["short_beside_long"], figures["short_alone"]) == (1000, 1000)
+
+
+def test_interference_is_told_at_the_highest_percentile_both_can_bear() -> None:
+    longs = [make_record(n, n * 10.0, ttft_s=2.0, kind="long") for n in range(200)]
+    beside = [make_record(n, n * 10.0 + 1, 0.1, 0.03, kind="short") for n in range(150)]
+    alone = [make_record(n, n * 10.0 + 5, 0.1, 0.01, kind="short") for n in range(200)] * 10
+    figures = interference([*longs, *beside, *alone], 0.95)
+    assert figures["tpot_p90_ms_beside_long"] == pytest.approx(30)
+    assert figures["interference"] == pytest.approx(3.0)
 
 
 def test_interference_needs_enough_of_both() -> None:
