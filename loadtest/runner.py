@@ -1,8 +1,8 @@
 """Sends a schedule to a server: on time whatever it answers, bounded, and stopped cleanly.
 
 An open loop never waits for answers. What is due while `max_in_flight` requests are open is not
-sent: it is a failure of this client, recorded as the error `client_full`. Only an offline load,
-which has no instants to keep, waits for room.
+sent: it is a failure of this client, recorded as the error `client_full`. Only an offline load and
+a closed loop, which have no instants to keep, wait for room.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Runner:
         self._schedule = schedule
         self._target = target
         client = self.scenario.client
-        is_offline = isinstance(self.scenario.arrivals, Offline)
-        self._room = asyncio.Semaphore(client.max_in_flight) if is_offline else None
+        waits = schedule.is_closed or isinstance(self.scenario.arrivals, Offline)
+        self._room = asyncio.Semaphore(client.max_in_flight) if waits else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sleepers: set[asyncio.Future[None]] = set()
         self._stopped = asyncio.Event()
@@ -215,6 +215,8 @@ class Runner:
         )
         self.log.records.append(record)
         async with self._room or contextlib.nullcontext():
+            if self._is_over:
+                return  # there was no room before the end
             if self.in_flight >= self.scenario.client.max_in_flight:
                 self.log.num_shed += 1
                 record.status, record.code = Status.ERROR, CLIENT_FULL

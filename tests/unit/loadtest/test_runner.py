@@ -191,6 +191,20 @@ def test_a_closed_loop_keeps_its_sessions_under_way() -> None:
     assert len(set(target.sent)) == 30
 
 
+def test_a_closed_loop_of_more_than_the_client_may_have_open_waits_for_room() -> None:
+    log, target = run(
+        1.0,
+        arrivals={"kind": "concurrency", "sessions": 3},
+        phases={"measure_s": 9.5},
+        client={"max_in_flight": 2},
+    )
+
+    assert (target.most, log.num_shed) == (2, 0)
+    assert len(target.sent) == 20
+    assert [r.status for r in log.records if r.sent_s is None] == [Status.CENSORED]
+    assert max(r.dispatch_delay_s or 0.0 for r in log.records) >= 0.99  # it counts as lateness
+
+
 def test_users_think_between_sessions() -> None:
     log, target = run(
         1.0, arrivals={"kind": "users", "users": 5, "think_s": 3.0}, phases={"measure_s": 400}
