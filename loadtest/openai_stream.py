@@ -88,7 +88,8 @@ class OpenAIStream:
         if own is not None:
             self.has_counts = True
             num_tokens = int(own["num_tokens"])
-        elif usage:  # some servers tell the sum so far with every event
+        elif usage and (self.has_counts or not self._record.chunks):
+            # Some servers tell the sum so far with every event; others once, with the last one.
             self.has_counts = True
             num_tokens = int(usage["completion_tokens"]) - self._num_told
         else:

@@ -81,6 +81,16 @@ def test_without_counts_the_usage_is_shared_among_events() -> None:
     assert max(c.num_tokens for c in rig.record.chunks) == 2
 
 
+def test_a_usage_that_comes_once_beside_the_last_choice_is_no_running_total() -> None:
+    rig = Rig()
+    for at_s in (1, 2, 3):
+        rig.chat(at_s, "x")
+    rig.end(4, usage=USAGE)
+
+    assert rig.record.chunks == [Chunk(1, 2), Chunk(2, 2), Chunk(3, 2)]
+    assert rig.record.osl == 6
+
+
 def test_without_usage_each_event_with_text_is_a_token() -> None:
     rig = Rig()
     rig.chat(1, "a")
