@@ -11,11 +11,12 @@ from loadtest.analysis import CONFIDENCE, Origin, analyse
 from loadtest.intervals import wilson
 from loadtest.launch import Watch
 from loadtest.percentiles import share_of
-from loadtest.records import Phase
+from loadtest.records import Phase, RequestRecord
 from loadtest.result import Probe, RunResult, SearchResult
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario
 from loadtest.search import EarlyEnd, RateSearch, SearchOrder, State, knee_rps, state_of
+from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from loadtest.runner import Runner
@@ -50,6 +51,9 @@ def search(
     Args:
         run: sends the load, at most for the scenario's time; a watch may end it early.
         tell: takes a line after every probe.
+
+    Raises:
+        ConfigError: the budget is shorter than one probe.
     """
     began_s = now()
     rates = RateSearch(order)
@@ -58,7 +62,13 @@ def search(
         # Runs of the rate that is left must not repeat what was already seen: others of it.
         seed = scenario.seed + rates.num_reruns
         at_rate = stretched(scenario.at_rate(rate).model_copy(update={"seed": seed}), rate)
-        if now() - began_s + (at_rate.phases.end_s or 0.0) > budget_s:
+        probe_s = at_rate.phases.end_s or 0.0
+        if first is None and probe_s > budget_s:
+            raise ConfigError(
+                f"one probe at {rate:g} requests/s takes {probe_s:g} s, and the budget of the "
+                f"search is {budget_s:g} s"
+            )
+        if now() - began_s + probe_s > budget_s and first is not None:
             rates.give_up(f"{budget_s:g} s are over")
             break
         decision = _Decision()
@@ -79,7 +89,7 @@ def search(
             f"{rate:8.3f} requests/s: {probe.state}, {probe.attainment.value:.1%} of "
             f"{probe.attainment.count} good"
         )
-    assert first is not None  # the first probe runs whatever comes of it
+    assert first is not None, "a search has at least one probe"
     return SearchResult(
         scenario=scenario.model_dump(mode="json"),
         scenario_digest=scenario.digest,
@@ -152,7 +162,8 @@ def stretched(scenario: Scenario, rate_rps: float) -> Scenario:
         return scenario
     wanted_s = min(_MIN_REQUESTS / rate_rps, _MAX_STRETCH * phases.measure_s)
     longer = phases.model_copy(update={"measure_s": max(phases.measure_s, wanted_s)})
-    return scenario.model_copy(update={"phases": longer})
+    enough_s = max(scenario.budget_s, (longer.end_s or 0.0) + scenario.client.drain_s)
+    return scenario.model_copy(update={"phases": longer, "budget_s": enough_s})
 
 
 def probe_of(
@@ -189,6 +200,13 @@ def probe_of(
 
 def _ends_early(scenario: Scenario, order: SearchOrder, decision: _Decision) -> Watch:
     early = EarlyEnd(order.target_share, scenario.phases.measure_s or 0.0)
+    decided: dict[int, bool] = {}  # by number; a look at every token of every request takes long
+
+    def judge(record: RequestRecord, now_s: float) -> bool | None:
+        verdict = decided.get(record.number)
+        if verdict is None and (verdict := scenario.slo.judge(record, now_s)) is not None:
+            decided[record.number] = verdict
+        return verdict
 
     async def watch(runner: Runner) -> None:
         while True:
@@ -196,7 +214,7 @@ def _ends_early(scenario: Scenario, order: SearchOrder, decision: _Decision) -> 
             now_s = runner.clock()
             measured = [r for r in runner.log.records if r.phase is Phase.MEASURE]
             measured.sort(key=lambda record: record.scheduled_s)
-            verdicts = [scenario.slo.judge(record, now_s) for record in measured]
+            verdicts = [judge(record, now_s) for record in measured]
             decision.state = early.look(verdicts, now_s - scenario.phases.warmup_s)
             if decision.state is not None:
                 runner.stop()

@@ -20,13 +20,9 @@ class Slo(Section):
         """Whether a request succeeded within every limit. A figure it has not breaks none."""
         if record.status is not Status.OK:
             return False
-        pairs = (
-            (record.ttft_s, self.ttft_s),
-            (record.tpot_s, self.tpot_s),
-            (record.max_stall_s, self.max_stall_s),
-            (record.e2e_s, self.e2e_s),
-        )
-        return all(v is None or limit is None or v <= limit for v, limit in pairs)
+        # A record's figures have the names of the limits; those without one are not computed.
+        limits = ((name, limit) for name, limit in self if limit is not None)
+        return all((v := getattr(record, name)) is None or v <= limit for name, limit in limits)
 
     def judge(self, record: RequestRecord, ended_s: float) -> bool | None:
         """Return whether a request is good; None where a run's end came before that was decided.

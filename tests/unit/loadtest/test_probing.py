@@ -18,6 +18,7 @@ from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.search import SearchOrder
 from loadtest.target import TargetFacts
+from services.common.errors import ConfigError
 from tests.support.load_records import first_come_first_served
 from tests.support.load_results import make_search
 
@@ -120,9 +121,16 @@ def test_a_search_keeps_its_budget_and_tells_who_stopped_it() -> None:
     assert _search(stopped).verdict_reason == "stopped while a probe ran"
 
 
+def test_a_budget_without_time_for_one_probe_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one probe at 4 requests/s takes 65 s"):
+        _search(_served, budget_s=60.0)
+
+
 @pytest.mark.parametrize(("rate", "measure_s"), [(10.0, 60.0), (1.0, 100.0), (0.1, 300.0)])
 def test_slow_rates_get_more_time(rate: float, measure_s: float) -> None:
-    assert stretched(_scenario(), rate).phases.measure_s == measure_s
+    longer = stretched(_scenario(budget_s=70.0), rate)
+    assert longer.phases.measure_s == measure_s
+    assert longer.budget_s >= longer.phases.end_s + longer.client.drain_s
 
 
 SEARCHED = make_search()
