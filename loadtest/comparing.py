@@ -119,10 +119,12 @@ def _stored(path: Path) -> RunResult:
 
 
 def _arm(path: Path, result: RunResult, usd_per_hour: float | None) -> Arm:
-    measured = _measured(read_records(result_path(path).parent / result.raw_file))
+    raw = result_path(path).parent / Path(result.raw_file).name  # as it was checked
+    measured = _measured(read_records(raw))
     first_s = min((record.scheduled_s for record in measured), default=0.0)
     last_s = max((record.scheduled_s for record in measured), default=0.0)
-    length_s = len(measured) / result.rates["offered_rps"] if measured else 0.0
+    rate_rps = result.rates.get("offered_rps")  # absent where nothing lasted any time
+    length_s = len(measured) / rate_rps if rate_rps else 0.0
 
     def slice_of(record: RequestRecord) -> int:
         part = (record.scheduled_s - first_s) / (last_s - first_s) if last_s > first_s else 0.0

@@ -7,7 +7,7 @@ one of them was in prefill or decode there. That is more than its processor was 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,11 @@ _STAY = "STAY"  # the mode in which a worker of the prefill pool writes, too
 _ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
 # What cannot be told where the server tells no stages.
 _OF_BUSY_TIME = {"used_usd", "idle_usd", "per_m_used", "opportunity_usd"}
+# And where one pool did both, which nothing but its busy time splits.
+_OF_SPLIT = {
+    "prefill_usd", "decode_usd", "per_m_input_uncached", "per_m_input_billed", "per_m_output",
+    "cache_saving_usd",
+}  # fmt: skip
 _Spans = list[tuple[float, float]]
 _VIOLATED = (Status.OK, Status.ERROR, Status.TIMEOUT)  # if not good
 
@@ -58,7 +63,7 @@ def run_cost(log: RunLog, slo: Slo, pricing: Pricing) -> dict[str, Any]:
     """
     workers = pricing.workers
     spans = _spans_by_worker(log.records)
-    served = _served(log.records, workers)
+    served = _served(log, workers)
     pools = [_pool(role, names, spans, workers, log) for role, names in served.items()]
     if not pools:
         raise ConfigError("the target does not tell which workers served: give --workers")
@@ -73,28 +78,28 @@ def run_cost(log: RunLog, slo: Slo, pricing: Pricing) -> dict[str, Any]:
     )
     facts = _as_facts(cost_of(usage, pricing.prices))
     if not any(spans.values()):
+        unknown = _OF_BUSY_TIME | (_OF_SPLIT if "aggregated" in served else set())
         for part in (facts, *facts["pools"]):
-            part.update(dict.fromkeys(_OF_BUSY_TIME & part.keys()))
-        variants = facts["sensitivity"]
-        facts["sensitivity"] = [v for v in variants if not v["name"].startswith("utilisation")]
+            part.update(dict.fromkeys(unknown & part.keys()))
     return facts
 
 
-def _served(records: Sequence[RequestRecord], workers: Workers | None) -> dict[Role, set[str]]:
-    """Put workers into pools: by what they did, and in one pool where none handed over."""
+def _served(log: RunLog, workers: Workers | None) -> dict[Role, set[str]]:
+    """Put workers into pools: by what they did, and in one pool where none handed over.
+
+    What was said of the pools comes first, then what the target told of them.
+    """
     prefill, everything = set[str](), set[str]()
-    for record in records:
+    for record in log.records:
         reader = record.prefill_worker or record.decode_worker
         writer = record.decode_worker or record.prefill_worker
         everything |= {reader, writer} - {""}
         if record.mode == _STAY or reader != writer:
             prefill.add(reader)
-    if workers is None:
-        if not everything:
-            return {}
-        is_split = bool(prefill)
-    else:
-        is_split = "aggregated" not in workers
+    told = workers or {role for sample in log.samples for role in sample.replicas}
+    if workers is None and not everything:
+        return {}
+    is_split = "aggregated" not in told if told else bool(prefill)
     if not is_split:
         return {"aggregated": everything}
     return {"prefill": prefill, "decode": everything - prefill}

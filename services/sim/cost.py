@@ -365,12 +365,16 @@ def _break_even(usage: RunUsage, prices: Prices, total_usd: float) -> BreakEven 
 
 
 def _sensitivity(usage: RunUsage, prices: Prices) -> tuple[Variant, ...]:
-    """Price the run again: GPUs at another price, and the same work on fewer or more workers."""
+    """Price the run again: GPUs at another price, and the same work on fewer or more workers.
+
+    Of work that nobody saw, no number of workers can be told.
+    """
     variants = [
         (f"GPU price {factor - 1:+.0%}", usage, _repriced(prices, factor))
         for factor in _PRICE_FACTORS
     ]
-    variants += [(f"utilisation {u:.0%}", _utilised(usage, u), prices) for u in _UTILISATIONS]
+    if any(pool.busy_s for pool in usage.pools):
+        variants += [(f"utilisation {u:.0%}", _utilised(usage, u), prices) for u in _UTILISATIONS]
     return tuple(
         Variant(
             name,

@@ -88,6 +88,19 @@ def test_without_stages_nobody_knows_how_busy_workers_were() -> None:
     assert [pool["used_usd"] for pool in cost["pools"]] == [None, None]
 
 
+def test_one_pool_without_stages_has_a_cost_that_nobody_can_split() -> None:
+    """Every request stays with its worker, as in a simulation of one pool."""
+    log = _log(_record(0, 1.0, stages_ms={}, mode="STAY", prefill_worker="a", decode_worker="a"))
+    log.samples = [Sample(1.0, 1, replicas={"aggregated": 2})]
+    cost = run_cost(log, SLO, Pricing(PRICES))
+    (pool,) = cost["pools"]
+    assert (pool["role"], pool["gpu_h"]) == ("aggregated", pytest.approx(20 / 3600))
+    assert (pool["prefill_usd"], pool["decode_usd"]) == (None, None)
+    assert cost["per_m_allocated"] > 0
+    split = ("per_m_input_uncached", "per_m_input_billed", "per_m_output", "cache_saving_usd")
+    assert [cost[name] for name in split] == [None] * 4
+
+
 def test_workers_that_the_target_told_of_cost_though_they_served_nobody() -> None:
     log = _log(_record(0, 1.0))
     log.samples = [Sample(float(n), 1, replicas={"prefill": 1, "decode": 1 + n}) for n in range(3)]

@@ -156,6 +156,7 @@ def test_what_was_not_served_has_no_price() -> None:
     assert cost.per_m_allocated is None
     assert cost.per_m_good is None
     assert cost.per_m_output is None
+    assert [v.name for v in cost.sensitivity] == ["GPU price -20%", "GPU price +20%"]
     assert [t.micro_usd for t in cost.tenants] == [2_500_000]
 
 
