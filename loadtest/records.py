@@ -159,6 +159,8 @@ class RequestRecord:
     @property
     def itls_s(self) -> list[tuple[float, int]]:
         """Gaps between chunks, shared among a chunk's tokens: (seconds a token, tokens)."""
+        if self.is_coarse:
+            return []  # the mean of an answer is no gap of it: that is its TPOT
         return [((b.at_s - a.at_s) / b.num_tokens, b.num_tokens) for a, b in pairwise(self.chunks)]
 
     @property

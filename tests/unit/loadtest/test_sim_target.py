@@ -61,6 +61,7 @@ def test_equal_beginnings_are_cached_and_others_are_not() -> None:
     assert [record.isl for record in records] == [1064, 1064, 1064]
     assert [record.osl for record in records] == [9, 9, 9]
     assert all(record.max_stall_s is None for record in records)
+    assert not any(record.itls_s for record in records)
 
 
 def test_samples_tell_what_is_open() -> None:
