@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
-from services.sim.mooncake import BadTrace
+from services.sim.trace_file import BadTrace, trace_lines
 
 COLUMNS = ["conv", "turn", "user_tokens", "assistant_tokens"]
 MAX_TURNS = 1_000_000
@@ -22,11 +21,10 @@ def read_conversations(path: Path) -> tuple[Conversation, ...]:
     """Read lengths, plain or gzipped; the turns of a conversation stand together and in order.
 
     Raises:
-        BadTrace: a line that cannot be a turn.
+        BadTrace: a line that cannot be a turn, or a damaged file.
         OSError: the file cannot be read.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", newline="") as lines:
+    with trace_lines(path) as lines:
         reader = csv.reader(lines)
         if next(reader, None) != COLUMNS:
             raise BadTrace(f"{path.name} does not begin with {','.join(COLUMNS)}")

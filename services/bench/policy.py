@@ -14,7 +14,8 @@ from services.bench.result import Bar, BenchFailed, BenchResult, Figure
 from services.common.progress import Progress
 from services.sim.cluster import PREFILL, ClusterSpec
 from services.sim.groups import GroupLoad, group_workload
-from services.sim.mooncake import BadTrace, read_trace
+from services.sim.mooncake import read_trace
+from services.sim.trace_file import BadTrace
 from services.sim.performance import PerformanceModel
 from services.sim.placement import (
     AFFINITY,

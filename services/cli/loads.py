@@ -25,12 +25,13 @@ def traced_load(trace: Path, speedup: float) -> Workload:
     """
     from services.common.errors import ConfigError
     from services.sim.azure import read_azure
-    from services.sim.mooncake import BadTrace, read_trace
+    from services.sim.mooncake import read_trace
+    from services.sim.trace_file import BadTrace
 
     reader = read_azure if ".csv" in trace.suffixes else read_trace
     try:
         return reader(trace, speedup)
-    except (OSError, EOFError, BadTrace) as error:
+    except (OSError, BadTrace) as error:
         raise ConfigError(f"{trace}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from services.sim.mooncake import MAX_REQUESTS, MAX_TOKENS, UNIT_TOKENS, BadTrace
+from services.sim.mooncake import MAX_REQUESTS, MAX_TOKENS, UNIT_TOKENS
+from services.sim.trace_file import BadTrace, trace_lines
 from services.sim.workload import Arrival, Workload, faster
 
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
@@ -18,11 +18,10 @@ def read_azure(path: Path, speedup: float = 1.0) -> Workload:
     """Read a trace, plain or gzipped, to arrive `speedup` times as fast; no prompts share a thing.
 
     Raises:
-        BadTrace: a line that cannot be a request.
+        BadTrace: a line that cannot be a request, or a damaged file.
         OSError: the file cannot be read.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", newline="") as lines:
+    with trace_lines(path) as lines:
         rows = _rows(path.name, lines)
     if not rows:
         raise BadTrace(f"{path.name} holds no requests")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from services.sim.trace_file import BadTrace, trace_lines
 from services.sim.workload import Arrival, Workload, faster
 
 UNIT_TOKENS = 512
@@ -14,19 +14,14 @@ MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1 << 24  # of one prompt
 
 
-class BadTrace(ValueError):
-    """A file that is no such trace; the message names the line."""
-
-
 def read_trace(path: Path, speedup: float = 1.0) -> Workload:
     """Read a trace, plain or gzipped, to arrive `speedup` times as fast.
 
     Raises:
-        BadTrace: a line that cannot be a request.
+        BadTrace: a line that cannot be a request, or a damaged file.
         OSError: the file cannot be read.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with trace_lines(path) as lines:
         arrivals = _arrivals(path.name, lines)
     if not arrivals:
         raise BadTrace(f"{path.name} holds no requests")

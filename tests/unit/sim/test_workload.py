@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.sim.groups import GroupLoad, group_workload
-from services.sim.mooncake import BadTrace, read_trace
+from services.sim.mooncake import read_trace
+from services.sim.trace_file import BadTrace
 from services.sim.workload import Arrival, Workload, ideal_hit
 
 ROW = {"timestamp": 1500, "input_length": 700, "output_length": 3, "hash_ids": [4, 9]}
