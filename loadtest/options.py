@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadtest.http_target import Api
-from loadtest.launch import TargetSpec
-from loadtest.scenario import Scenario, load_scenario
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loadtest.http_target import Api
+    from loadtest.launch import TargetSpec
     from loadtest.run_cost import Pricing
+    from loadtest.scenario import Scenario
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
@@ -100,6 +100,8 @@ def read_scenario(
     name: str, *, quick: bool, rate: float | None, seed: int | None
 ) -> tuple[Scenario, Path]:
     """Read a scenario with what flags change, and the directory its files are beside."""
+    from loadtest.scenario import load_scenario
+
     path = find_scenario(name)
     scenario = load_scenario(path, quick=quick)
     if seed is not None:
@@ -130,5 +132,7 @@ def spec_of(
     key_file: Path | None,
 ) -> TargetSpec:
     """Put the flags of a target together."""
+    from loadtest.launch import TargetSpec
+
     kind: Api = "chat" if api is ApiName.chat else "completions"
     return TargetSpec(target, kind, model, vocab_size, ca_file, key_file)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loadtest import options
-from loadtest.launch import TargetSpec, Watch, run_scenario
-from loadtest.scenario import Scenario, load_scenario, parse_scenario
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loadtest.launch import TargetSpec, Watch
     from loadtest.result import RunResult
     from loadtest.run_cost import Pricing
     from loadtest.run_log import RunLog
     from loadtest.runner import Runner
+    from loadtest.scenario import Scenario
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 _BAD_VERDICTS = ("FAILED", "CLIENT_BOUND")
@@ -83,6 +83,8 @@ def replay(
     json: options.Json = False,
 ) -> int:
     """Replay a recorded trace: its instants, its lengths, and what its prompts share."""
+    from loadtest.scenario import parse_scenario
+
     values: dict[str, Any] = {
         "name": "replay",
         "description": trace.name,
@@ -106,6 +108,8 @@ def replay(
 
 def scenarios() -> None:
     """List the scenarios that can be run by name."""
+    from loadtest.scenario import load_scenario
+
     for name in options.shipped_names():
         typer.echo(f"{name:<10} {load_scenario(options.find_scenario(name)).description}")
 
@@ -130,6 +134,7 @@ def _run(
     json: bool,
 ) -> int:
     from loadtest.analysis import analyse
+    from loadtest.launch import run_scenario
     from loadtest.origin import origin
     from loadtest.outputs import save_run
     from loadtest.records import Phase
