@@ -68,7 +68,7 @@ def run_trace(
     """
     try:
         workload = read_trace(path, speedup)
-    except (OSError, BadTrace, EOFError) as error:
+    except (OSError, BadTrace) as error:
         reason = getattr(error, "strerror", None) or error
         raise BenchFailed(f"cannot replay {path}: {reason}") from error
     result = BenchResult("policy", _setup(workload, spec, seed) | {"speedup": speedup})
