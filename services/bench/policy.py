@@ -15,7 +15,6 @@ from services.common.progress import Progress
 from services.sim.cluster import PREFILL, ClusterSpec
 from services.sim.groups import GroupLoad, group_workload
 from services.sim.mooncake import read_trace
-from services.sim.trace_file import BadTrace
 from services.sim.performance import PerformanceModel
 from services.sim.placement import (
     AFFINITY,
@@ -29,6 +28,7 @@ from services.sim.placement import (
 )
 from services.sim.report import Served, SimReport
 from services.sim.simulate import simulate
+from services.sim.trace_file import BadTrace
 from services.sim.workload import Workload, ideal_hit
 
 SLO_TTFT_S = 2.0
