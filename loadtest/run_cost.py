@@ -59,8 +59,11 @@ def run_cost(log: RunLog, slo: Slo, pricing: Pricing) -> dict[str, Any]:
     """Price a run.
 
     Raises:
-        ConfigError: more workers served than there are said to be, or nothing tells of any.
+        ConfigError: nothing was sent, more workers served than there are said to be, or nothing
+            tells of any.
     """
+    if not log.records or not log.duration_s:
+        raise ConfigError("nothing was sent")
     workers = pricing.workers
     spans = _spans_by_worker(log.records)
     served = _served(log, workers)

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from loadtest.arrivals import Offline
 from loadtest.records import PlannedRequest, RequestRecord, Sample, Status
 from loadtest.run_log import RunLog
-from loadtest.schedule import Schedule, Session
+from loadtest.schedule import MAX_REQUESTS, Schedule, Session
 from loadtest.target import ClusterLook, LiveTarget, LookingTarget, TargetFacts
 from services.common.wording import counted
 
@@ -73,6 +73,7 @@ class Runner:
         self._stopped = asyncio.Event()
         self._fault: BaseException | None = None
         self._is_over = False  # nothing more is sent
+        self._is_full = False  # a closed loop has sent all it may
         self._num_cut = 0
         self._seen: ClusterLook | None = None
 
@@ -145,10 +146,13 @@ class Runner:
 
     async def _run_lane(self, lane: int) -> None:
         turn = 0
-        while not self._is_over:
+        while not self._is_over and len(self.log.records) < MAX_REQUESTS:
             session = self._schedule.next_of_lane(lane, turn, self.clock())
             await self._run_session(session, self.clock() + session[0].wait_s)
             turn += 1
+        if not self._is_over and not self._is_full:  # a server that fails at once is asked fast
+            self._is_full = True
+            self._note(f"after {MAX_REQUESTS} requests users began no more sessions")
 
     async def _run_session(self, session: Session, due_s: float) -> None:
         children: _Children = defaultdict(list)

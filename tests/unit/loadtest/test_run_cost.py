@@ -129,6 +129,8 @@ def test_more_workers_than_said_or_none_told_is_refused() -> None:
     silent = _log(_record(0, 1.0, prefill_worker="", decode_worker=""))
     with pytest.raises(ConfigError, match="give --workers"):
         run_cost(silent, SLO, Pricing(PRICES))
+    with pytest.raises(ConfigError, match="nothing was sent"):
+        run_cost(_log(), SLO, Pricing(PRICES, parse_workers("aggregated=2")))
     told = run_cost(silent, SLO, Pricing(PRICES, parse_workers("aggregated=2")))
     assert told["total_usd"] > 0
 

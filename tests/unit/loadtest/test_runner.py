@@ -205,6 +205,14 @@ def test_a_closed_loop_of_more_than_the_client_may_have_open_waits_for_room() ->
     assert max(r.dispatch_delay_s or 0.0 for r in log.records) >= 0.99  # it counts as lateness
 
 
+def test_a_closed_loop_has_a_greatest_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.runner.MAX_REQUESTS", 6)
+    log, _ = run(1.0, arrivals={"kind": "concurrency", "sessions": 3}, phases={"measure_s": 9.5})
+
+    assert len(log.records) == 6
+    assert log.notes == ["after 6 requests users began no more sessions"]
+
+
 def test_users_think_between_sessions() -> None:
     log, target = run(
         1.0, arrivals={"kind": "users", "users": 5, "think_s": 3.0}, phases={"measure_s": 400}
