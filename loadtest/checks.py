@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Literal
 
 from loadtest.intervals import rise_p_value, settled_from
-from loadtest.percentiles import nearest_rank
 from loadtest.records import RequestRecord, Sample, Status
 from loadtest.result import Check
+from services.common.quantile import rank_of
 from services.common.wording import counted
 
 Verdict = Literal["OK", "CLIENT_BOUND", "UNSTEADY", "SATURATED", "FAILED"]
@@ -141,7 +141,7 @@ def _littles_law(evidence: Evidence) -> Check:
 
 def _delay_limit_s(evidence: Evidence) -> float:
     ttfts = sorted(r.ttft_s for r in evidence.measured if r.ttft_s is not None)
-    median = ttfts[nearest_rank(len(ttfts), 0.5) - 1] if ttfts else 0.0
+    median = ttfts[rank_of(len(ttfts), 0.5) - 1] if ttfts else 0.0
     return max(_MIN_DELAY_LIMIT_S, _DELAY_SHARE_OF_TTFT * median)
 
 
@@ -165,7 +165,7 @@ def _loop_lag(evidence: Evidence) -> Check:
 def _lateness(name: str, delays: list[float], limit_s: float, what: str) -> Check:
     if not delays:
         return _passed(name, "nothing was sent")
-    value = sorted(delays)[nearest_rank(len(delays), 0.99) - 1]
+    value = sorted(delays)[rank_of(len(delays), 0.99) - 1]
     return Check(
         name=name,
         is_ok=value <= limit_s,

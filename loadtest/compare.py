@@ -16,10 +16,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.percentiles import is_too_few, nearest_rank
+from loadtest.percentiles import is_too_few
 from loadtest.records import RequestRecord, Status
 from loadtest.result import CompareResult, MetricChange, RunResult
 from loadtest.slo import Slo
+from services.common.quantile import rank_of
 from services.common.settings import Section, setting
 
 Verdict = Literal["better", "worse", "inconclusive"]
@@ -223,7 +224,7 @@ def _percentile(name: str, a: _Placed, b: _Placed, share: float, num_clusters: i
     # How many of each cluster lie beyond the percentile of both arms together, less what was to be
     # expected: swapping arms leaves that percentile where it is.
     everything = sorted(value for _, value in (*a, *b))
-    limit = everything[nearest_rank(len(everything), share) - 1]
+    limit = everything[rank_of(len(everything), share) - 1]
     expected = sum(value > limit for value in everything) / len(everything)
     beyond = [
         _sums(((cluster, (value > limit) - expected) for cluster, value in arm), num_clusters)
@@ -316,8 +317,8 @@ def _test(measure: _Measure, num_clusters: int, rules: CompareRules) -> _Test:
         a=None if measure.a is None else float(measure.a(once)[0]),
         b=None if measure.b is None else float(measure.b(once)[0]),
         change=float(measure.changes(once)[0]),
-        low=float(resampled[nearest_rank(_RESAMPLES, tail) - 1]),
-        high=float(resampled[nearest_rank(_RESAMPLES, 1 - tail) - 1]),
+        low=float(resampled[rank_of(_RESAMPLES, tail) - 1]),
+        high=float(resampled[rank_of(_RESAMPLES, 1 - tail) - 1]),
         p_value=float(np.mean(by_chance >= abs(measure.contrasts.sum()) - 1e-9)),
     )
 

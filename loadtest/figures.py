@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from loadtest.percentiles import SHARES, distribution, is_too_few, nearest_rank, share_of
+from loadtest.percentiles import SHARES, distribution, is_too_few, share_of
 from loadtest.records import Phase, PlannedRequest, RequestRecord, Sample, Status
 from loadtest.slo import Slo
+from services.common.quantile import rank_of
 
 Figures = dict[str, float | str | None]
 
@@ -120,9 +121,7 @@ def makespans(records: Sequence[RequestRecord]) -> Figures:
     )
     figures: Figures = {"sessions": float(len(turns)), "sessions_whole": float(len(whole))}
     for share in (0.5, 0.95):
-        value = (
-            None if is_too_few(len(times), share) else times[nearest_rank(len(times), share) - 1]
-        )
+        value = None if is_too_few(len(times), share) else times[rank_of(len(times), share) - 1]
         figures[f"makespan_p{round(share * 100)}_s"] = value
     return figures
 

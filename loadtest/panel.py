@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from loadtest.percentiles import is_too_few, nearest_rank
+from loadtest.percentiles import is_too_few
 from loadtest.plots import numbers
 from loadtest.records import Phase, RequestRecord, Status
 from loadtest.slo import Slo
+from services.common.quantile import rank_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,7 +128,7 @@ def _rate(times: deque[float], now_s: float) -> float:
 def _percentile(ordered: Sequence[float], share: float) -> float | None:
     if not ordered or is_too_few(len(ordered), share):
         return None
-    return ordered[nearest_rank(len(ordered), share) - 1]
+    return ordered[rank_of(len(ordered), share) - 1]
 
 
 def view(state: LiveState) -> RenderableType:

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtest.result import Distribution, Percentile
+from services.common.quantile import DIGITS, rank_of
 
 SHARES = (0.5, 0.9, 0.95, 0.99)
 CURVE_STEPS = 200
 _MIN_BEYOND = 10
-_DIGITS = 9  # of products of shares and counts: 0.9 of 100 is 90, whatever floats say
 _FAR_SDS = 12  # standard deviations from the mean; beyond them a binomial's mass is below 1e-30
 
 Values = npt.NDArray[np.float64]
@@ -58,12 +58,7 @@ def share_of(figures: Distribution, share: float) -> float | None:
 
 def is_too_few(count: int, share: float) -> bool:
     """Whether a sample of this size cannot bear this percentile."""
-    return round(count * (1 - share), _DIGITS) < _MIN_BEYOND
-
-
-def nearest_rank(count: int, share: float) -> int:
-    """Return the rank, from 1, of a percentile."""
-    return max(1, math.ceil(round(share * count, _DIGITS)))
+    return round(count * (1 - share), DIGITS) < _MIN_BEYOND
 
 
 def rank_interval(count: int, share: float, confidence: float) -> tuple[int | None, int | None]:
@@ -129,7 +124,7 @@ class _Sample:
         return float(self._ordered[np.searchsorted(self._ends, rank)])
 
     def at_share(self, share: float) -> float:
-        return self.at_rank(nearest_rank(self.total, share))
+        return self.at_rank(rank_of(self.total, share))
 
     def percentile(self, share: float, confidence: float) -> Percentile:
         if is_too_few(self.count, share):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from loadtest.percentiles import nearest_rank
+from services.common.quantile import rank_of
 
 _MAX_KEPT = 200_000
 
@@ -26,6 +26,6 @@ class Lateness:
         told = {"writes": float(len(ordered))}
         if ordered:
             for share in (0.5, 0.99):
-                late_ms = ordered[nearest_rank(len(ordered), share) - 1] * 1000
+                late_ms = ordered[rank_of(len(ordered), share) - 1] * 1000
                 told[f"late_p{round(share * 100)}_ms"] = late_ms
         return told

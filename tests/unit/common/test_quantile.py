@@ -16,3 +16,4 @@ def test_a_percentile_is_a_value_that_was_measured() -> None:
     assert nearest_rank(values, 0.5) == 100.0
     assert nearest_rank([3.0, 1.0], 0.99) == 3.0
     assert nearest_rank([3.0], 0.01) == 3.0
+    assert nearest_rank(values[:100], 0.55) == 55.0  # 55.00000000000001 in floats

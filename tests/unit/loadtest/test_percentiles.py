@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.percentiles import distribution, is_too_few, nearest_rank, rank_interval, share_of
+from loadtest.percentiles import distribution, is_too_few, rank_interval, share_of
+from services.common.quantile import rank_of
 
 
 @given(
@@ -63,7 +64,7 @@ def test_ten_values_beyond_are_enough(count: int, share: float) -> None:
 
 @pytest.mark.parametrize(("count", "share", "rank"), [(100, 0.9, 90), (100, 0.07, 7), (3, 0.5, 2)])
 def test_rank_is_exact_where_floats_are_not(count: int, share: float, rank: int) -> None:
-    assert nearest_rank(count, share) == rank
+    assert rank_of(count, share) == rank
 
 
 @given(pairs=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), min_size=1, max_size=120))
