@@ -86,7 +86,7 @@ class Runner:
         """Run to the end of the schedule or of its budget, or until stopped; once."""
         sessions = [] if self._schedule.is_closed else self._schedule.sessions()
         if self.scenario.cache == "warm":
-            await self._warm()
+            await self._warm_in_time()
         with _rare_collections():
             self.clock.start()
             helpers = [asyncio.ensure_future(self._sample()), asyncio.ensure_future(self._look())]
@@ -230,6 +230,23 @@ class Runner:
                 await self._target.send(request, record, self.scenario.client.timeout_s)
             finally:
                 self.in_flight -= 1
+
+    async def _warm_in_time(self) -> None:
+        """Warm the cache; the budget bounds that too, and a stop ends it."""
+        warming = asyncio.ensure_future(self._warm())
+        stopping = asyncio.ensure_future(self._stopped.wait())
+        await asyncio.wait(
+            (warming, stopping),
+            timeout=self.scenario.budget_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        is_warm = warming.done()
+        await self._cancel(warming, stopping)
+        if is_warm:
+            warming.result()  # a fault of ours is no result
+        else:
+            self._note("the run ended before the cache was warm")
+            self.stop()
 
     async def _warm(self) -> None:
         """Send every shared prefix once; what comes of it is no part of the run."""

@@ -232,6 +232,21 @@ def test_a_warm_cache_is_sent_every_prefix_before_the_clock_starts() -> None:
     assert times(log)[0] == 0
 
 
+@pytest.mark.parametrize(("stop_at_s", "budget_s"), [(2.0, 600.0), (None, 20.0)])
+def test_a_cache_that_does_not_get_warm_ends_the_run(
+    stop_at_s: float | None, budget_s: float
+) -> None:
+    rag = {"kind": "prefix_groups", "groups": 20, "prefix": 8, "suffix": 2, "osl": 1}
+    log, target = run(100.0, stop_at_s, workload=rag, cache="warm", budget_s=budget_s)
+
+    assert target.sent[:8] == list(range(8))
+    assert len(target.sent) < 20
+    assert target.num_open == 0
+    assert log.is_interrupted
+    assert log.notes[0] == "the run ended before the cache was warm"
+    assert log.duration_s < 1
+
+
 def test_samples_tell_what_is_open_and_how_late_the_loop_is() -> None:
     log, _ = run(takes_s=7.0)
 
