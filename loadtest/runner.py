@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from loadtest.arrivals import Offline
 from loadtest.records import PlannedRequest, RequestRecord, Sample, Status
@@ -114,7 +114,7 @@ class Runner:
         await self._stopped.wait()
         work.cancel()
 
-    async def _cancel(self, *tasks: asyncio.Future[None]) -> None:
+    async def _cancel(self, *tasks: asyncio.Future[Any]) -> None:  # Any: whatever they return
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=_CANCEL_S)
