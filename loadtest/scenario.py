@@ -67,7 +67,8 @@ class Client(Section):
 
     max_in_flight: int = setting(
         2_048,
-        "requests open at once; what is due beyond is not sent and counts against the client",
+        "requests open at once; what an open loop has due beyond is not sent and counts against "
+        "the client, other loads wait for room",
         unit="requests",
         gt=0,
         le=65_536,
