@@ -38,8 +38,8 @@ def search(
         float | None, typer.Option(min=1, help="Measured time of a probe; default: the scenario's.")
     ] = None,
     budget_s: Annotated[float, typer.Option(min=1, help="Longest time of all probes.")] = 3_600.0,
-    ttft_s: Annotated[float | None, typer.Option(min=0, help="SLO of the first token.")] = None,
-    tpot_s: Annotated[float | None, typer.Option(min=0, help="SLO of each token after.")] = None,
+    ttft_s: Annotated[float | None, typer.Option(min=1e-6, help="SLO of the first token.")] = None,
+    tpot_s: Annotated[float | None, typer.Option(min=1e-6, help="SLO of each token after.")] = None,
     quick: options.Quick = False,
     seed: options.Seed = None,
     api: options.AskedBy = options.ApiName.chat,
@@ -61,7 +61,8 @@ def search(
 
     found, base = options.read_scenario(scenario, quick=quick, rate=None, seed=seed)
     limits = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-    slo = found.slo.model_dump() | {key: value for key, value in limits.items() if value}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    slo = found.slo.model_dump() | given
     changes: dict[str, object] = {"slo": Slo(**slo)}
     if probe_s is not None:
         changes["phases"] = found.phases.model_copy(update={"measure_s": probe_s})
