@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SHAPES = "fixed:IN,OUT,RATE or lognormal:IN,OUT,RATE,SIGMA"
 _MAX_TOKENS = 1 << 20  # of a prompt or an answer
+_MAX_RATE_RPS = 1e6
 _MAX_SPREAD = 3.0
 _NUM_PARTS = {"fixed": 3, "lognormal": 4}
 
@@ -48,8 +49,11 @@ def described_load(text: str) -> PlainLoad:
         rate, spread = float(parts[2]), float(parts[3]) if len(parts) > 3 else 0.0
     except ValueError:
         raise typer.BadParameter(f"--workload {text!r}: {SHAPES}") from None
-    if not (min(tokens) >= 1 and max(tokens) <= _MAX_TOKENS and 0 < rate <= 1e6):
-        raise typer.BadParameter(f"--workload {text!r}: tokens and rate are above 0, in bounds")
+    if not (min(tokens) >= 1 and max(tokens) <= _MAX_TOKENS and 0 < rate <= _MAX_RATE_RPS):
+        raise typer.BadParameter(
+            f"--workload {text!r}: tokens are 1 to {_MAX_TOKENS}, "
+            f"the rate is above 0 and at most {_MAX_RATE_RPS:g}"
+        )
     if not 0 <= spread <= _MAX_SPREAD:
         raise typer.BadParameter(f"--workload {text!r}: SIGMA is 0 to {_MAX_SPREAD:g}")
     return PlainLoad(*tokens, rate, spread)
