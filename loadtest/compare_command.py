@@ -47,10 +47,11 @@ def compare(
     from loadtest.compare import EXIT_CODES, CompareRules
     from loadtest.comparing import compare_stored, read_rules
     from loadtest.outputs import save_compare
-    from loadtest.results import ResultUnreadable
+    from loadtest.results import ResultUnreadable, check_writable
     from loadtest.summary import summary
 
     read = CompareRules() if rules is None else read_rules(rules)
+    check_writable(out)
     if not options.is_target(a) and not options.is_target(b):
         records: Records | None = None
         try:
@@ -65,8 +66,8 @@ def compare(
             options.spec_of(url, api, model, vocab_size, ca_file, api_key_file) for url in (a, b)
         ]
         result, records = _run(found, base, (specs[0], specs[1]), read, blocks)
-    directory = save_compare(out, result, records)
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
+    directory = save_compare(out, result, records)
     typer.echo(f"written to {directory}", err=True)
     return EXIT_CODES[result.verdict]
 

@@ -44,7 +44,9 @@ Quick = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(min=1e-6, help="Mean rate of sessions a second, instead of the scenario's."),
+    typer.Option(
+        min=1e-6, max=1e6, help="Mean rate of sessions a second, instead of the scenario's."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's.")]
 AskedBy = Annotated[ApiName, typer.Option(help="What an HTTP target is asked by.")]

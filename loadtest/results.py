@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from loadtest.result import CompareResult, RunResult, SearchResult
+from services.common.errors import ConfigError
 
 RESULT_FILE = "result.json"
 RAW_FILE = "requests.jsonl.gz"
@@ -37,7 +38,31 @@ def directory_name(name: str, started_at: datetime) -> str:
 
 
 def write_directory(root: Path, name: str, files: Mapping[str, bytes]) -> Path:
-    """Write all files into a new directory `root/name`, or `name-2` and so on if that exists."""
+    """Write all files into a new directory `root/name`, or `name-2` and so on if that exists.
+
+    Raises:
+        ConfigError: they cannot be written; nothing is left of them.
+    """
+    try:
+        return _write_directory(root, name, files)
+    except OSError as error:
+        raise _unwritable(root, error) from error
+
+
+def check_writable(root: Path) -> None:
+    """Make the directory of results, or say by a ConfigError that none can be kept there."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=root, prefix=".new-"))
+    except OSError as error:
+        raise _unwritable(root, error) from error
+
+
+def _unwritable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {root}: a result cannot be written there: {error.strerror}")
+
+
+def _write_directory(root: Path, name: str, files: Mapping[str, bytes]) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=root, prefix=".new-"))
     try:

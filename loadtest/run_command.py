@@ -138,17 +138,20 @@ def _run(
     from loadtest.origin import origin
     from loadtest.outputs import save_run
     from loadtest.records import Phase
+    from loadtest.results import check_writable
     from loadtest.schedule import ideal_hit_ratio
     from loadtest.summary import summary
 
+    check_writable(out)
     log = run_scenario(scenario, base, spec, _watch(scenario))
     measured = {record.number for record in log.records if record.phase is Phase.MEASURE}
     ideal = ideal_hit_ratio(scenario, base, measured)
     result = analyse(log, scenario, origin(), ideal_hit_ratio=ideal)
     if pricing is not None:
         result = priced(result, log, scenario, pricing)
-    directory = save_run(out, result, log.records)
+    # Told first: a disk that filled up meanwhile must not cost the figures.
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
+    directory = save_run(out, result, log.records)
     typer.echo(f"written to {directory}", err=True)
     if log.is_interrupted:
         return INTERRUPTED

@@ -38,7 +38,8 @@ class Schedule:
         """Return all sessions of an open loop by when they begin; ConfigError when too many."""
         found: list[Session] = []
         num_requests = 0
-        for index, at_s in self._instants():
+        # No session is made of a load that has too many.
+        for index, at_s in list(self._instants()):
             found.append(self._session(index, at_s))
             num_requests += len(found[-1])
             if num_requests > MAX_REQUESTS:

@@ -55,6 +55,7 @@ def search(
     from loadtest.launch import run_scenario
     from loadtest.origin import origin
     from loadtest.outputs import save_search
+    from loadtest.results import check_writable
     from loadtest.search import SearchOrder
     from loadtest.slo import Slo
     from loadtest.summary import summary
@@ -74,6 +75,8 @@ def search(
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
+    check_writable(out)
+
     def search_at(url: str) -> SearchResult:
         spec = options.spec_of(url, api, model, vocab_size, ca_file, api_key_file)
         return probing.search(
@@ -90,8 +93,8 @@ def search(
         result = search_at(target)
     else:
         result = probing.search_splits(split, lambda pools: search_at(_with_pools(target, pools)))
-    directory = save_search(out, result)
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
+    directory = save_search(out, result)
     typer.echo(f"written to {directory}", err=True)
     return OK if result.verdict == "FOUND" else FAILED
 

@@ -24,6 +24,7 @@ from services.sim.simulate import simulate
 from services.sim.workload import Arrival, Workload
 
 _UNIT_TOKENS = 64
+_MAX_POOL, _MAX_ROUTERS = 4096, 64  # as of `isthmus sim`
 _POOLS = (PREFILL, DECODE, AGGREGATED)
 _NUM_SAMPLES = 2_000
 
@@ -48,14 +49,14 @@ def read_spec(text: str) -> SimSpec:
         policy = values.get("policy", OURS)
         if policy not in POLICIES:
             raise ValueError(f"there is no policy {policy!r}")
-        sizes = {pool: int(values.get(pool, 0)) for pool in _POOLS}
+        sizes = {pool: _count(values, pool, 0, _MAX_POOL) for pool in _POOLS}
         if not any(sizes.values()):
             sizes |= {PREFILL: 1, DECODE: 1}
         cluster = ClusterSpec(
             num_prefill=sizes[PREFILL],
             num_decode=sizes[DECODE],
             num_aggregated=sizes[AGGREGATED],
-            num_routers=int(values.get("routers", 1)),
+            num_routers=_count(values, "routers", 1, _MAX_ROUTERS),
             model=read_model(Path(values["model"])) if "model" in values else default_model(),
         )
     except (ValueError, ConfigError) as error:
@@ -64,6 +65,13 @@ def read_spec(text: str) -> SimSpec:
             f"wanted routers=N, model=FILE, policy={'|'.join(POLICIES)}"
         ) from None
     return SimSpec(cluster, policy)
+
+
+def _count(values: dict[str, str], key: str, default: int, highest: int) -> int:
+    text = values.get(key, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= highest):
+        raise ValueError(f"{key}={text} is no number up to {highest}")
+    return int(text)
 
 
 @dataclass(slots=True)

@@ -124,6 +124,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["run", "chat_rt"], 2, "--target"),
         (["replay", "x.txt", "--target", "sim:"], 2, "neither .jsonl"),
         (["run", "offline", "--target", "sim:", "--rate", "3"], 2, "have no rate"),
+        (["run", "chat_rt", "--target", "sim:", "--out", "/dev/null"], 2, "cannot be written"),
+        (["search", "chat_rt", "--target", "sim:", "--out", "/dev/null"], 2, "cannot be written"),
+        (["run", "chat_rt", "--target", "sim:", "--rate", "1e9"], 2, "--rate"),
     ],
 )
 def test_what_people_can_mend_is_one_line(

@@ -19,6 +19,7 @@ from loadtest.raw_file import read_records
 from loadtest.report_command import report
 from loadtest.result import RunResult
 from loadtest.summary import summary
+from services.common.errors import ConfigError
 from tests.support.load_results import make_compare, make_records, make_run, make_search
 
 FILES = ["junit.xml", "metrics.prom", "report.html", "result.json", "summary.md"]
@@ -65,7 +66,7 @@ def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match="cannot be written there: No such file"):
         results.write_directory(tmp_path, "x", {"a": b"1", "no/such/folder": b"2"})
     assert list(tmp_path.iterdir()) == []
 

@@ -79,7 +79,10 @@ def test_samples_tell_what_is_open() -> None:
     ("spec", "message"),
     [
         ("foo=2", "'foo' is not known"),
-        ("prefill=x", "invalid literal"),
+        ("prefill=x", "prefill=x is no number up to 4096"),
+        ("aggregated=1000000", "aggregated=1000000 is no number up to 4096"),
+        ("prefill=1,decode=-1", "decode=-1 is no number"),
+        ("routers=65", "routers=65 is no number up to 64"),
         ("prefill=2", "each of two pools needs a worker"),
         ("prefill=1,decode=1,aggregated=1", "give prefill and decode workers, or aggregated ones"),
         ("policy=best", "there is no policy 'best'"),
