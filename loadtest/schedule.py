@@ -38,16 +38,20 @@ class Schedule:
         """Return all sessions of an open loop by when they begin; ConfigError when too many."""
         found: list[Session] = []
         num_requests = 0
-        # No session is made of a load that has too many.
-        for index, at_s in list(self._instants()):
+        instants = list(self._instants())
+        self._bound(len(instants))  # before the first is made: that many would take minutes
+        for index, at_s in instants:
             found.append(self._session(index, at_s))
             num_requests += len(found[-1])
-            if num_requests > MAX_REQUESTS:
-                raise ConfigError(
-                    f"{self.scenario.name}: more than {MAX_REQUESTS} requests; lower the rate or "
-                    "the time"
-                )
+            self._bound(num_requests)
         return found
+
+    def _bound(self, num_requests: int) -> None:
+        if num_requests > MAX_REQUESTS:
+            raise ConfigError(
+                f"{self.scenario.name}: more than {MAX_REQUESTS} requests; lower the rate or "
+                "the time"
+            )
 
     @property
     def num_lanes(self) -> int:

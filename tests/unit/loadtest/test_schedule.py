@@ -217,6 +217,16 @@ def test_a_warm_cache_is_told_every_shared_prefix() -> None:
     assert {keys(request)[0] for (request,) in rag.sessions()} <= told
 
 
+def test_too_high_a_rate_is_refused_before_a_session_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loadtest.schedule.MAX_REQUESTS", 50)
+    monkeypatch.setattr(Schedule, "_session", None)
+    at_rate = {"kind": "constant", "rate_rps": 60}
+    with pytest.raises(ConfigError, match="more than 50 requests; lower the rate"):
+        schedule(CHATS, at_rate, phases={"measure_s": 1}).sessions()
+
+
 @pytest.mark.parametrize(
     ("workload", "arrivals", "message"),
     [
