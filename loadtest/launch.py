@@ -31,6 +31,7 @@ Watch = Callable[[Runner], Awaitable[None]]
 
 _SIM = "sim:"
 _PROBED_TURNS = 8  # of each lane, to see whether prompts fit
+_BY_HAND = "the run was stopped from outside before its end: its figures are of what there was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ async def _run(schedule: Schedule, spec: TargetSpec, watch: Watch | None) -> Run
         runner = Runner(schedule, target, facts, clock)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, runner.stop)
+            loop.add_signal_handler(number, runner.stop, _BY_HAND)
         watching = asyncio.ensure_future(watch(runner)) if watch else None
         try:
             return await runner.run()

@@ -77,8 +77,10 @@ class Runner:
         self._num_cut = 0
         self._seen: ClusterLook | None = None
 
-    def stop(self) -> None:
-        """End the run now, with what there is."""
+    def stop(self, why: str = "") -> None:
+        """End the run now, with what there is; the result says why if that is told."""
+        if why and not self._stopped.is_set():
+            self._note(why)
         self.log.is_interrupted = True
         self._stopped.set()
 

@@ -42,6 +42,7 @@ def _run(result: RunResult) -> str:
         for check in sorted(result.checks, key=lambda check: check.is_ok)
     ]
     lines += [f"* {word}: {_safe(message)}" for word, message in told]
+    lines += [f"* note: {_safe(note)}" for note in result.notes]
     lines += ["", _safe(f"Seed {result.seed}, commit {result.commit}, {result.started_at}."), ""]
     return "\n".join(lines)
 
@@ -52,8 +53,10 @@ def _latencies(distributions: Mapping[str, Distribution]) -> list[str]:
     for name, found in distributions.items():
         by_share = {p.share: p.value for p in found.percentiles}
         cells = [optional(name, by_share.get(share)) for share in shares]
-        rows.append([numbers.title_of(name), f"{found.count:,}", *cells])
-    return _table(["", "count", *(share_name(share) for share in shares)], rows)
+        ends = optional(name, found.mean), optional(name, found.maximum)
+        rows.append([numbers.title_of(name), f"{found.count:,}", ends[0], *cells, ends[1]])
+    headers = ["", "count", "mean", *(share_name(share) for share in shares), "greatest"]
+    return _table(headers, rows)
 
 
 def _search(result: SearchResult) -> str:
@@ -65,13 +68,14 @@ def _search(result: SearchResult) -> str:
             _share(probe.attainment),
             numbers.figure("_rps", probe.goodput_rps[1]),
             probe.state,
+            probe.reason,
             *([f"{probe.prefill_workers} + {probe.decode_workers}"] if is_split else []),
         )
         for probe in sorted(result.probes, key=lambda probe: probe.offered_rps)
     ]
     best = "none" if result.best_rps is None else numbers.figure("_rps", result.best_rps)
     lines = [f"# {name}: {best}", "", f"{result.verdict}: {_safe(result.verdict_reason)}", ""]
-    headers = ["offered", "within the SLO", "goodput", "state"]
+    headers = ["offered", "within the SLO", "goodput", "state", "why"]
     if is_split:
         headers.append("prefill + decode workers")
     return "\n".join(lines + _table(headers, rows))

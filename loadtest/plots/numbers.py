@@ -31,7 +31,7 @@ def count(value: float) -> str:
 def milliseconds(value: float) -> str:
     """A time: 850 µs, 12.3 ms, 4.56 s, 3.2 min."""
     size = abs(value)
-    if size == 0:
+    if size < 1e-6:  # what is under a nanosecond is left of sums, and no time
         return "0 ms"
     # Bounds are where three digits would be rounded up to the next unit.
     if size < 0.9995:

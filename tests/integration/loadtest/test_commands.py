@@ -155,6 +155,7 @@ def test_ctrl_c_ends_a_run_with_what_there_is(
 
     (directory,) = out.iterdir()
     records = read_records(directory / RAW_FILE)
+    assert "* note: the run was stopped from outside" in (directory / "summary.md").read_text()
     assert records
     assert {record.status for record in records} == {Status.CENSORED}
 

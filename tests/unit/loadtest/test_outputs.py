@@ -15,6 +15,7 @@ from loadtest import results
 from loadtest.junit import junit
 from loadtest.metrics_file import metrics_file
 from loadtest.outputs import save_compare, save_run, save_search
+from loadtest.plots import numbers
 from loadtest.raw_file import read_records
 from loadtest.report_command import report
 from loadtest.result import RunResult
@@ -174,13 +175,17 @@ def test_metrics_are_gauges_in_seconds(run: RunResult) -> None:
 
 
 def test_the_summary_has_the_figures_and_lets_no_text_be_markdown(run: RunResult) -> None:
-    odd = run.model_copy(update={"errors": {"a|b\n# <img>": 3}})
+    odd = run.model_copy(update={"errors": {"a|b\n# <img>": 3}, "notes": ("cut *short*",)})
     lines = summary(odd).splitlines()
     assert lines[0] == r"# chat\_rt: OK"
     assert r"| error a\|b \# \<img\> | 3 |" in lines
-    assert any(line.startswith("| TTFT | ") for line in lines)
     assert any(line.startswith("* ok: ") for line in lines)
+    assert r"* note: cut \*short\*" in lines
+    (ttft,) = (line for line in lines if line.startswith("| TTFT | "))
+    found = run.distributions["ttft_ms"]
+    assert ttft.endswith(f"| {numbers.milliseconds(found.maximum or 0)} |")
     assert "| 12/s |" in summary(make_search())
+    assert "| missed | the interval is below 95 % |" in summary(make_search())
     assert summary(make_compare()).startswith("# slower prefill against main: worse\n")
 
 
