@@ -47,8 +47,12 @@ class PairSearch:
         top = self._grown(guess)
         if top is None:
             return None
-        # A larger other pool may do for a smaller own one, twice as large rarely for a smaller yet.
-        wide = (min(self.limit, 2 * top[0]), min(self.limit, 2 * top[1]))
+        # Beyond these sizes of either pool nothing is cheaper than what is enough already.
+        most = self.cost(*top)
+        wide = (
+            self._last(lambda p: self.cost(p, 1) < most, top[0]),
+            self._last(lambda d: self.cost(1, d) < most, top[1]),
+        )
         first = least(lambda p: self.is_enough(p, wide[1]), 1, top[0])
         fewest = least(lambda d: self.is_enough(wide[0], d), 1, top[1])
         best = (first, least(lambda d: self.is_enough(first, d), fewest, wide[1]))
@@ -66,11 +70,15 @@ class PairSearch:
             pair = (min(self.limit, 2 * pair[0]), min(self.limit, 2 * pair[1]))
         return pair
 
+    def _last(self, holds: Callable[[int], bool], size: int) -> int:
+        """Return the last size from `size` on, up to the limit, before one for which it fails."""
+        while size < self.limit and holds(size + 1):
+            size += 1
+        return size
+
     def _cheaper(self, p: int, fewest: int, best: Pair) -> Pair | None:
         """Return a pair with `p` of the first pool that costs less than the best, if one does."""
-        high = fewest
-        while self.cost(p, high + 1) < self.cost(*best) and high < self.limit:
-            high += 1
+        high = self._last(lambda d: self.cost(p, d) < self.cost(*best), fewest)
         if not self.is_enough(p, high):
             return None
         return p, least(lambda d: self.is_enough(p, d), fewest, high)

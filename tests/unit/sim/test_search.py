@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.sim.search import PairSearch, least_pool
@@ -29,12 +29,12 @@ def test_the_least_pool_is_found_from_any_guess(enough: int, guess: int) -> None
     st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
     st.tuples(st.integers(1, 30), st.integers(1, 30)),
 )
+@example(line=[1] * 22 + [2, 2], prices=(0.25, 1.0), guess=(1, 2))
 def test_the_cheapest_pair_of_a_falling_frontier_is_found(
     line: list[int], prices: tuple[float, float], guess: tuple[int, int]
 ) -> None:
     """Whatever is enough stays enough with more; the line says how many the second pool needs."""
-    # Twice the other pool is as far as the search looks for a smaller own one: no steeper line.
-    need = sorted((min(n, 2 * min(line)) for n in line), reverse=True)
+    need = sorted(line, reverse=True)
     first = LIMIT - len(need) + 1
 
     def is_enough(p: int, d: int) -> bool:
