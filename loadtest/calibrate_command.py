@@ -53,5 +53,8 @@ def calibrate(
                 typer.echo(f"{part:<8} {name:<22} {shown}")
         for bar in bars:
             state = "met" if bar.is_met else "MISSED"
-            typer.echo(f"{state:<8} {bar.name:<32} {bar.value:.3f} {bar.sense} {bar.bar:g}")
+            shown = f"{bar.value:.3f} {bar.sense} {bar.bar:g}"
+            if not math.isfinite(bar.value):
+                shown = "too few answers to tell: more --streams, or more --seconds"
+            typer.echo(f"{state:<8} {bar.name:<32} {shown}")
     return OK if all(bar.is_met for bar in bars) else FAILED

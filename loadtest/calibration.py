@@ -24,6 +24,7 @@ from loadtest.result import RunResult
 from loadtest.runner import RunClock, Runner
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.schedule import make_schedule
+from services.common.errors import ConfigError
 
 MAX_TTFT_ERROR_MS = 2.0
 MAX_ITL_ERROR_MS = 0.5
@@ -98,7 +99,9 @@ async def _floor(door: Door, order: Order) -> Figures:
         result, _ = await _run(mock, door, _scenario(arrivals, osl, phases))
         lateness = await mock.lateness()
     medians = {name: share_of(found, 0.5) for name, found in result.distributions.items()}
-    itl = result.distributions["itl_ms"]
+    itl = result.distributions.get("itl_ms")
+    if itl is None:
+        raise ConfigError("no answer came to be measured: take more --streams, or more --seconds")
     dispatch = next(check for check in result.checks if check.name == "dispatch")
     return {
         "verdict": result.verdict,

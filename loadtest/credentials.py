@@ -10,6 +10,7 @@ from services.common.bounded_file import read_secret
 from services.common.errors import ConfigError
 
 KEY_VARIABLE = "ISTHMUS_API_KEY"
+KEY_ADVICE = f"set {KEY_VARIABLE} or give --api-key-file"
 _MAX_KEY_BYTES = 4096
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from loadtest.credentials import ApiKeys
+from loadtest.credentials import KEY_ADVICE, ApiKeys
 from loadtest.prompt_bytes import IdBytes
 from loadtest.records import Chunk, Piece, PlannedRequest, RequestRecord, Status
 from loadtest.server_timing import take_message
@@ -30,6 +30,7 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _CHANNELS = 4  # servers bound the streams of one connection
 _LOOK_TIMEOUT_S = 1.0
 _SLACK_S = 0.5  # the server hears of the deadline, and may act on it a little before us
+_KEY_NEEDED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _REJECTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -80,9 +81,10 @@ class GrpcTarget:
                 "is a cluster running there?"
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise TargetUnusable(
-                f"{self._address} does not list its models: {error.code().name}: {error.details()}"
-            ) from None
+            fault = f"{error.code().name}: {error.details()}"
+            if error.code() in _KEY_NEEDED:
+                fault += f"; {KEY_ADVICE}"
+            raise TargetUnusable(f"{self._address} does not list its models: {fault}") from None
         model = self._chosen(answer.models)
         self._ids = IdBytes(model.vocab_size).binary()
         return TargetFacts(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from loadtest.credentials import ApiKeys
+from loadtest.credentials import KEY_ADVICE, ApiKeys
 from loadtest.http_client import Answer, BadAnswer, Origin, Pool
 from loadtest.openai_stream import OpenAIStream, error_code
 from loadtest.prompt_bytes import IdBytes, WordBytes
@@ -215,7 +215,7 @@ def _ignore(_piece: bytes) -> None:
 
 def _advice(status: int) -> str:
     if status in (401, 403):
-        return "set ISTHMUS_API_KEY or give --api-key-file"
+        return KEY_ADVICE
     if 300 <= status < 400:
         return "redirects are not followed: give the address they lead to"
     return "is this the base URL of an OpenAI-compatible API?"

@@ -80,7 +80,7 @@ async def test_a_missing_key_and_an_unknown_authority_are_told_before_the_load(
     create_key(tmp_path / "keys.json", "acme", "", 0)
     async with open_doors(text_model, config) as doors:
         for target in targets_of(doors, ApiKeys(), tmp_path / "ca.pem"):
-            with pytest.raises(TargetUnusable, match=r"(?i)unauthenticated"):
+            with pytest.raises(TargetUnusable, match=r"(?i)unauthenticated.*; set ISTHMUS_API_KEY"):
                 await target.open()
             await target.close()
         http = targets_of(doors, ApiKeys(), None)[1]
