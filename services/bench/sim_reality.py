@@ -1,9 +1,10 @@
 """`isthmus bench sim`: one minute of load on real processes, and the same minute simulated.
 
 Two prefill and two decode workers answer over the real wire, from a scripted engine whose steps
-take a known time; the simulator is given those times and the same schedule. Both go through the
-load test, so requests, clocks and percentiles are the same. With a real model the performance
-model is a file (`isthmus profile`), and what differs is told without a bar.
+take a known time. Single requests of the idle cluster say what a prompt of each length takes with
+the wire; the simulator is given this line and the same schedule. Both go through the load test, so
+requests, clocks and percentiles are the same. With a real model the performance model is a file
+(`isthmus profile`), and what differs is told without a bar.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+import numpy as np
+
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchFailed, BenchResult
+from services.common.config import RouterSettings
 from services.common.progress import Progress, silent
 from services.kv.layout import BLOCK_TOKENS
+from services.pb import inference_pb2, inference_pb2_grpc
+from services.sim.fit import PromptSample, fit_prefill
 
 WORKERS = 2  # of each pool
 WARMUP_S, COOLDOWN_S, DRAIN_S = 5.0, 2.0, 30.0
@@ -32,7 +40,12 @@ MIN_REQUESTS = 200  # ten of them are beyond the p95
 STEP_S, TOKENS_S = 0.010, 5000.0
 _CHUNK_TARGET_S = 0.100  # worker.chunk_target_alone_ms
 _KV_BYTES = 2048  # a token of the scripted model
+_PROBE_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
+_PROBE_ROUNDS = 4  # the first one warms up
+_PROBE_TIMEOUT_S = 30.0
 _SPEED = "ISTHMUS_SCRIPTED_SPEED"
+_BYPASS = "ISTHMUS_ROUTER__BYPASS_TOKENS"
+_VOCAB = 256  # the least a scripted model has
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -57,13 +70,13 @@ def run(setup: Setup, progress: Progress = silent) -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as made:
         scenario, chosen = Path(made) / "scenario.json", Path(made) / "performance.json"
         scenario.write_text(json.dumps(_scenario(setup)))
-        chosen.write_text(
-            setup.performance.read_text()
-            if setup.performance is not None
-            else json.dumps(scripted_performance())
-        )
         progress("starting 2 + 2 workers", 0.0)
         with _cluster(setup) as cluster:
+            if setup.performance is None:
+                progress("single requests", 0.05)
+                chosen.write_text(json.dumps(scripted_performance(_probe(cluster, setup.seed))))
+            else:
+                chosen.write_text(setup.performance.read_text())
             progress(f"{setup.seconds:.0f} s on real processes", 0.1)
             real = _load_test(scenario, f"grpc://{cluster.grpc}", Path(made) / "real")
         progress("the same in virtual time", 0.9)
@@ -74,16 +87,15 @@ def run(setup: Setup, progress: Progress = silent) -> BenchResult:
     return result
 
 
-def scripted_performance() -> dict[str, Any]:
-    """Describe the scripted engine as the simulator reads it: each chunk has a step's own time."""
-    chunk = round((_CHUNK_TARGET_S - STEP_S) * TOKENS_S)
+def scripted_performance(probes: Sequence[PromptSample]) -> dict[str, Any]:
+    """Describe the scripted engine as the simulator reads it."""
     return {
         "format": 1,
         "name": "scripted",
-        "source": "the sleeps of the scripted engine",
-        "prefill": {"fixed_s": 0.0, "token_s": 1 / TOKENS_S + STEP_S / chunk},
+        "source": "single requests of the idle cluster, and the sleeps of the scripted engine",
+        "prefill": fit_prefill(probes).model_dump(),
         "decode": {"fixed_s": STEP_S},
-        "chunk_tokens": chunk,
+        "chunk_tokens": round((_CHUNK_TARGET_S - STEP_S) * TOKENS_S),
         "kv_blocks": NUM_BLOCKS,
         "network": {"token_bytes": _KV_BYTES, "bytes_s": 5e9, "latency_s": 0.002},
     }
@@ -138,13 +150,35 @@ def _scenario(setup: Setup) -> dict[str, Any]:
 
 def _cluster(setup: Setup) -> LocalCluster:
     flags = ["--num-blocks", str(NUM_BLOCKS)]
-    settings = {}
+    # As users have it, where other benchmarks send short prompts the whole way.
+    settings = {_BYPASS: str(RouterSettings().bypass_tokens)}
     if setup.performance is None:
         flags += ["--engine", "scripted"]
         settings[_SPEED] = f"{TOKENS_S}:{STEP_S * 1000}"
     return LocalCluster(
         setup.model, prefill=WORKERS, decode=WORKERS, flags=flags, settings=settings
     )
+
+
+def _probe(cluster: LocalCluster, seed: int) -> list[PromptSample]:
+    """Time first tokens of prompts that nobody has cached, one at a time."""
+    rng = np.random.default_rng(seed)
+    found = []
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for number in range(_PROBE_ROUNDS):
+            for num_tokens in _PROBE_TOKENS:
+                ids = rng.integers(1, _VOCAB, num_tokens).astype("<u4")
+                body = inference_pb2.GenerateRequest(
+                    token_ids=ids.tobytes(), max_tokens=2, ignore_eos=True
+                )
+                started = time.perf_counter()
+                answer = stub.Generate(body, timeout=_PROBE_TIMEOUT_S)
+                first_s = next(time.perf_counter() - started for f in answer if f.num_tokens)
+                answer.cancel()
+                if number:
+                    found.append(PromptSample(num_tokens, 0, first_s))
+    return found
 
 
 def _load_test(scenario: Path, target: str, out: Path) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from services.bench.result import BenchFailed
-from services.bench.sim_reality import STEP_S, TOKENS_S, compare, scripted_performance
+from services.bench.sim_reality import STEP_S, compare, scripted_performance
+from services.sim.fit import PromptSample
 from services.sim.performance import parse_model
 
 
@@ -27,10 +28,10 @@ def found(scale: float, *, ok: int = 400) -> dict[str, Any]:
     }
 
 
-def test_scripted_workers_take_in_the_model_what_they_sleep() -> None:
-    model = parse_model(json.dumps(scripted_performance()), "scripted")
-    chunk = model.chunk_tokens
-    assert model.prefill_s(chunk, 0) == pytest.approx(STEP_S + chunk / TOKENS_S)
+def test_a_simulated_prompt_takes_what_single_requests_took() -> None:
+    probes = [PromptSample(n, 0, 0.02 + n / 4000) for n in (64, 256, 512, 1024)]
+    model = parse_model(json.dumps(scripted_performance(probes)), "scripted")
+    assert model.prefill_s(400, 0) == pytest.approx(0.02 + 400 / 4000, rel=1e-6)
     assert model.decode_s(3, 1000) == STEP_S
 
 
