@@ -64,7 +64,7 @@ def plan(
     ] = 1_500,
     runs: Annotated[
         int, typer.Option(min=1, max=20, help="Runs to choose by, and as many to check.")
-    ] = 3,
+    ] = 5,
     max_workers: Annotated[
         int, typer.Option(min=1, max=4_096, help="Workers of a pool, at most.")
     ] = 64,

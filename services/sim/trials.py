@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Literal
 
 from services.common.clock import Clock
@@ -21,7 +20,11 @@ from services.sim.simulate import simulate
 from services.sim.workload import Workload
 
 CONFIDENCE = 0.95
-_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+# Student's t of that confidence, by degrees of freedom from 1 on: few runs say little.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+)  # fmt: skip
 WARM_UP = 0.1  # share of a run's requests that are not counted: caches and queues fill first
 ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
 
@@ -105,7 +108,8 @@ class Trial:
         low, high = wilson_bounds(self.num_good, self.num_requests, CONFIDENCE)
         if len(self.by_run) < 2:
             return low, high
-        half = _Z * statistics.stdev(self.by_run) / math.sqrt(len(self.by_run))
+        quantile = _T[min(len(self.by_run) - 1, len(_T)) - 1]
+        half = quantile * statistics.stdev(self.by_run) / math.sqrt(len(self.by_run))
         return max(0.0, min(low, self.attainment - half)), min(
             1.0, max(high, self.attainment + half)
         )

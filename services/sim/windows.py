@@ -10,6 +10,7 @@ from services.sim.trials import Run
 from services.sim.workload import Arrival, Workload
 
 Runs = tuple[tuple[Run, ...], tuple[Run, ...]]
+MAX_RUNS = 40  # to choose by and to check, together
 
 
 def runs_of_trace(workload: Workload, num_requests: int, num_runs: int, seed: int) -> Runs:
@@ -25,7 +26,7 @@ def runs_of_trace(workload: Workload, num_requests: int, num_runs: int, seed: in
         check = Run(jittered(_window(workload, 0, total), seed), seed)
         return (Run(_window(workload, 0, total), seed),), (check,)
     runs = [
-        Run(_window(workload, (total - size) * i // (count - 1), size), seed + i)
+        Run(_window(workload, (total - size) * i // (count - 1), size), _seed(seed, i))
         for i in range(count)
     ]
     return tuple(runs[::2]), tuple(runs[1::2])
@@ -34,7 +35,8 @@ def runs_of_trace(workload: Workload, num_requests: int, num_runs: int, seed: in
 def drawn_runs(load: PlainLoad, num_requests: int, num_runs: int, seed: int) -> Runs:
     """Draw runs of a load, each by a seed of its own."""
     runs = [
-        Run(plain_workload(load, num_requests, seed + i), seed + i) for i in range(2 * num_runs)
+        Run(plain_workload(load, num_requests, own), own)
+        for own in (_seed(seed, i) for i in range(2 * num_runs))
     ]
     return tuple(runs[::2]), tuple(runs[1::2])
 
@@ -45,6 +47,11 @@ def jittered(workload: Workload, seed: int) -> Workload:
     gap = arrivals[-1].at_s / len(arrivals)
     moved = [_moved(a, max(0.0, a.at_s + rng.gauss(0.0, gap))) for a in arrivals]
     return _named(workload, f"{workload.name}, moved by chance", moved)
+
+
+def _seed(seed: int, number: int) -> int:
+    """Return a run's own seed: no two seeds of a plan share a run."""
+    return seed * MAX_RUNS + number
 
 
 def _window(workload: Workload, start: int, num_requests: int) -> Workload:

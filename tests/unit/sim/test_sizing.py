@@ -106,8 +106,11 @@ def test_runs_that_differ_widen_the_interval(loose: Sizing) -> None:
     assert 0.939 < alike.bounds[0] < 0.95 < alike.bounds[1] < 0.96
     assert alike.outcome == "meets"
     apart = replace(alike, by_run=(0.91, 0.99))
-    assert apart.bounds == pytest.approx((0.95 - 0.0784, 1.0), abs=1e-4)
+    half = 12.706 * 0.04  # two runs say next to nothing of how much runs differ
+    assert apart.bounds == pytest.approx((0.95 - half, 1.0), abs=1e-4)
     assert (apart.outcome, apart.runs_met) == ("unresolved", 1)
+    five = replace(alike, by_run=(0.91, 0.93, 0.95, 0.97, 0.99))
+    assert five.bounds[0] == pytest.approx(0.95 - 2.776 * 0.001**0.5 / 5**0.5, abs=1e-4)
     assert replace(alike, by_end=0.92).outcome == "unresolved"
     assert replace(alike, attain=0.98).outcome == "fails"
 
