@@ -118,7 +118,7 @@ def _littles_law(evidence: Evidence) -> Check:
     whole = Window(float("-inf"), float("inf"))
     expected = sum(open_time_s(r, whole, evidence.ended_s) for r in sent) / window.length_s
     if not expected:
-        return _passed("littles_law", "nothing was in flight")
+        return _not_judged("littles_law", "nothing was in flight")
     seen = [s.in_flight for s in evidence.samples if window.start_s <= s.at_s < window.end_s]
     if seen:
         in_flight = fmean(seen)
@@ -147,8 +147,7 @@ def _delay_limit_s(evidence: Evidence) -> float:
 
 def _dispatch(evidence: Evidence) -> Check:
     delays = [r.dispatch_delay_s for r in evidence.measured if r.dispatch_delay_s is not None]
-    what = "requests were sent late: the 99th percentile is"
-    return _lateness("dispatch", delays, _delay_limit_s(evidence), what)
+    return _lateness("dispatch", delays, _delay_limit_s(evidence), "requests were sent")
 
 
 def _loop_lag(evidence: Evidence) -> Check:
@@ -158,20 +157,24 @@ def _loop_lag(evidence: Evidence) -> Check:
         for sample in evidence.samples
         if sample.loop_lag_s is not None and window.start_s <= sample.at_s < window.end_s
     ]
-    what = "the client's event loop came late: the 99th percentile is"
+    what = "the client's event loop came"
     return _lateness("loop_lag", lags, _delay_limit_s(evidence), what)
 
 
 def _lateness(name: str, delays: list[float], limit_s: float, what: str) -> Check:
     if not delays:
-        return _passed(name, "nothing was sent")
+        return _not_judged(name, "nothing was sent")
     value = sorted(delays)[rank_of(len(delays), 0.99) - 1]
+    when = "in time" if value <= limit_s else "late"
     return Check(
         name=name,
         is_ok=value <= limit_s,
         value=value,
         limit=limit_s,
-        message=f"{what} {value * 1000:.2f} ms, {limit_s * 1000:.2f} ms are allowed",
+        message=(
+            f"{what} {when}: the 99th percentile of the delay is {value * 1000:.2f} ms, "
+            f"{limit_s * 1000:.2f} ms are allowed"
+        ),
     )
 
 
@@ -182,7 +185,7 @@ def _rate(evidence: Evidence) -> Check:
     missing = len(planned) - len(sent)  # for want of room in the client
     span_s, sent_span_s = (max(s) - min(s) if len(s) > 1 else 0.0 for s in (planned, sent))
     if not span_s:
-        return _passed("rate", "all requests were due at once")
+        return _not_judged("rate", "all requests were due at once")
     # Both spans are between the first and the last: a delay that all have changes no rate.
     stretch = sent_span_s / span_s if len(sent) > 1 else 1.0
     error = abs(len(sent) / len(planned) / stretch - 1) if stretch else 1.0
@@ -222,7 +225,7 @@ def _steady(evidence: Evidence) -> Check:
     """Look for times to the first token that go on rising or falling through the run."""
     answered = [r for r in evidence.measured if r.ttft_s is not None and r.status is Status.OK]
     if len(answered) < _MIN_TO_SETTLE:
-        return _passed("steady", f"{counted(len(answered), 'answer')} are too few to tell")
+        return _not_judged("steady", f"{counted(len(answered), 'answer')} are too few to tell")
     ttfts = _ttfts_us(answered)
     bounds = [len(ttfts) * number // _SLICES for number in range(_SLICES + 1)]
     means = [fmean(ttfts[start:end]) for start, end in pairwise(bounds)]
@@ -255,7 +258,7 @@ def _saturation(evidence: Evidence) -> Check:
         if at is not None and ttft_s is not None:
             ttfts[at].append(ttft_s)
     if min(len(part) for part in ttfts) < _MIN_IN_SLICE:
-        return _passed("saturation", "too few requests to see a trend")
+        return _not_judged("saturation", "too few requests to see a trend")
     step_s = window.length_s / _SLICES
     in_flight = []
     for number in range(_SLICES):
@@ -286,5 +289,5 @@ def _rise(series: Sequence[float]) -> tuple[float, float]:
     return rise_p_value(series), last / first if first > 0 else float(last > 0) * _TREND_FACTOR
 
 
-def _passed(name: str, why: str) -> Check:
+def _not_judged(name: str, why: str) -> Check:
     return Check(name=name, is_ok=True, value=None, limit=None, message=why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -34,6 +35,8 @@ app.command("report")(report_command.report)
 
 def main() -> None:
     """Run the command; faults people can mend end with one line, not a traceback."""
+    # gRPC's core logs every failed handshake, before the one line that says what is wrong.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(run())
 
 

@@ -41,7 +41,11 @@ def junit(result: RunResult | SearchResult | CompareResult) -> str:
 def _run(result: RunResult) -> Iterator[_Case]:
     yield _case("verdict", is_ok=result.verdict == "OK", message=result.verdict_reason)
     for check in result.checks:
-        yield _case(f"check {check.name}", is_ok=check.is_ok, message=check.message)
+        name = f"check {check.name}"
+        if check.state == "not judged":
+            yield _Case(name, "skipped", check.message)
+        else:
+            yield _case(name, is_ok=check.is_ok, message=check.message)
     if result.attainment is not None:
         share = numbers.percent(result.attainment.value)
         told = f"{share} of requests within the SLO, {numbers.percent(REQUIRED_SHARE)} wanted"

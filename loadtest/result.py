@@ -58,6 +58,13 @@ class Check(Form):
     limit: float | None
     message: str
 
+    @property
+    def state(self) -> Literal["ok", "failed", "not judged"]:
+        """What to call it: what had nothing to look at has no value."""
+        if not self.is_ok:
+            return "failed"
+        return "not judged" if self.value is None else "ok"
+
 
 class TimelinePoint(Form):
     """What happened in one interval of the run."""

@@ -38,7 +38,7 @@ def _run(result: RunResult) -> str:
     lines += _table(["figure", "value"], figures)
     lines += _latencies(result.distributions)
     told = [
-        ("ok" if check.is_ok else "**failed**", check.message)
+        (check.state if check.is_ok else f"**{check.state}**", check.message)
         for check in sorted(result.checks, key=lambda check: check.is_ok)
     ]
     lines += [f"* {word}: {_safe(message)}" for word, message in told]

@@ -215,12 +215,15 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
+_CHECK_KINDS = {"ok": "good", "failed": "bad"}
+
+
 def checks(entries: Sequence[Check]) -> Markup:
     """List the questions about the run itself; those that failed come first."""
     made = [
         tag(
             "li",
-            badge("ok" if c.is_ok else "failed", "good" if c.is_ok else "bad"),
+            badge(c.state, _CHECK_KINDS.get(c.state, "")),
             tag("span", sentence(c.message)),
         )
         for c in sorted(entries, key=lambda check: check.is_ok)

@@ -111,13 +111,13 @@ def _with_memory(
     """Give workers as much KV as fits their memory beside the model, where both are known."""
     if (model is None) != (not memory_gib):
         raise typer.BadParameter("--model and --memory-gib go together")
-    if model is None:
-        return performance, None
     from services.common.errors import ConfigError
     from services.sim.memory import WEIGHT_TYPES, worker_memory
 
     if weights not in WEIGHT_TYPES:
         raise typer.BadParameter(f"--weights {weights!r}: one of {', '.join(WEIGHT_TYPES)}")
+    if model is None:
+        return performance, None
     memory = worker_memory(_read_config(model), _shape(performance, weights))
     blocks = memory.blocks_in(int(memory_gib * _GIB))
     if not blocks:

@@ -17,8 +17,9 @@ from loadtest.metrics_file import metrics_file
 from loadtest.outputs import save_compare, save_run, save_search
 from loadtest.plots import numbers
 from loadtest.raw_file import read_records
+from loadtest.report.run_page import run_page
 from loadtest.report_command import report
-from loadtest.result import RunResult
+from loadtest.result import Check, RunResult
 from loadtest.summary import summary
 from services.common.errors import ConfigError
 from tests.support.load_results import make_compare, make_records, make_run, make_search
@@ -133,6 +134,16 @@ def test_limits_and_checks_are_test_cases(run: RunResult) -> None:
     failure = suite.find("testcase[@name='check littles_law']/failure")
     assert failure is not None
     assert failure.get("message") == 'off by 9 % & "more"'
+
+
+def test_a_check_that_had_nothing_to_look_at_has_not_passed(run: RunResult) -> None:
+    unseen = Check(name="steady", is_ok=True, value=None, limit=None, message="3 answers only")
+    told = run.model_copy(update={"checks": (unseen,)})
+    case = ElementTree.fromstring(junit(told)).find(".//testcase[@name='check steady']")
+    assert case is not None
+    assert [child.tag for child in case] == ["skipped"]
+    assert "* not judged: 3 answers only" in summary(told)
+    assert ">not judged</span>" in run_page(told)
 
 
 def test_a_limit_that_the_sample_cannot_judge_is_skipped_and_one_missed_fails() -> None:
