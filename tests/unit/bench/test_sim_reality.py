@@ -13,17 +13,18 @@ from services.sim.fit import PromptSample
 from services.sim.performance import parse_model
 
 
-def found(scale: float, *, ok: int = 400) -> dict[str, Any]:
+def found(scale: float, *, ok: int = 400, measured: int = 400) -> dict[str, Any]:
     """Make what the load test writes, as far as it is read."""
     percentiles = [
         {"share": share, "value": value * scale}
         for share, value in ((0.5, 100.0), (0.95, 300.0), (0.99, 500.0))
     ]
     return {
-        "counts": {"ok": ok, "measured": 400},
+        "counts": {"ok": ok, "measured": measured},
         "figures": {"hit_ratio": 0.5},
         "distributions": {
-            name: {"percentiles": percentiles} for name in ("ttft_ms", "tpot_ms", "e2e_ms")
+            name: {"percentiles": percentiles, "mean": 120.0}
+            for name in ("ttft_ms", "tpot_ms", "e2e_ms")
         },
     }
 
@@ -44,6 +45,18 @@ def test_times_must_be_near_each_other(scale: float, exit_code: int) -> None:
 
 def test_a_real_model_has_no_bar() -> None:
     assert compare(found(1.0), found(3.0), has_bars=False).bars == []
+
+
+def test_a_real_model_may_have_too_few_requests_for_a_percentile() -> None:
+    few = found(1.0, ok=20, measured=20)
+    few["distributions"]["ttft_ms"] = {
+        "mean": 120.0,
+        "percentiles": [{"share": 0.95, "value": None}],
+    }
+    result = compare(few, found(1.0), has_bars=False)
+    assert result.figures["ttft_p95_off"] is None
+    with pytest.raises(BenchFailed, match="real: 20 of 20"):
+        compare(few, found(1.0), has_bars=True)
 
 
 def test_failed_requests_compare_nothing() -> None:
