@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,24 @@ if TYPE_CHECKING:
     from services.sim.workload import Workload
 
 SHAPES = "fixed:IN,OUT,RATE or lognormal:IN,OUT,RATE,SIGMA"
+Trace = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Requests: Mooncake .jsonl or Azure .csv."),
+]
+Described = Annotated[
+    str, typer.Option(help=f"Instead of a trace, tokens and requests a second: {SHAPES}.")
+]
+Speedup = Annotated[
+    float, typer.Option(min=0.001, max=10_000, help="How much faster than traced they arrive.")
+]
+SloTtft = Annotated[
+    float, typer.Option(min=0.001, max=86_400, help="Limit of the first token, seconds.")
+]
+ModelFile = Annotated[
+    Path | None,
+    typer.Option(help="How fast a worker is, by `isthmus profile`; a prototype if left out."),
+]
+DrawSeed = Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")]
 _MAX_TOKENS = 1 << 20  # of a prompt or an answer
 _MAX_RATE_RPS = 1e6
 _MAX_SPREAD = 3.0

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli import exits
-from services.cli.loads import SHAPES, described_load, traced_load
+from services.cli import exits, loads
 from services.cli.plan_view import sizing_json, sizing_lines
 from services.cli.progress import Progress
 
@@ -23,26 +22,16 @@ _GIB = 1 << 30
 
 
 def plan(
-    trace: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Requests: Mooncake .jsonl or Azure .csv."),
-    ] = None,
-    workload: Annotated[
-        str, typer.Option(help=f"Instead of a trace, tokens and requests a second: {SHAPES}.")
-    ] = "",
-    slo_ttft: Annotated[
-        float, typer.Option(min=0.001, max=86_400, help="Limit of the first token, seconds.")
-    ] = 2.0,
+    trace: loads.Trace = None,
+    workload: loads.Described = "",
+    slo_ttft: loads.SloTtft = 2.0,
     slo_tpot: Annotated[
         float, typer.Option(min=0.0001, max=3_600, help="Limit of the mean gap after it, seconds.")
     ] = 0.05,
     attain: Annotated[
         float, typer.Option(min=0.01, max=0.999, help="Share of requests that keep both.")
     ] = 0.95,
-    model_file: Annotated[
-        Path | None,
-        typer.Option(help="How fast a worker is, by `isthmus profile`; a prototype if left out."),
-    ] = None,
+    model_file: loads.ModelFile = None,
     prices: Annotated[
         Path | None, typer.Option(help="Prices; what is left out is as in loadtest/cost.yaml.")
     ] = None,
@@ -56,9 +45,7 @@ def plan(
     weights: Annotated[
         str, typer.Option(help="Weights in that memory: float32, bfloat16, int8, int4.")
     ] = "bfloat16",
-    speedup: Annotated[
-        float, typer.Option(min=0.001, max=10_000, help="How much faster than traced they arrive.")
-    ] = 1.0,
+    speedup: loads.Speedup = 1.0,
     requests: Annotated[
         int, typer.Option(min=100, max=1_000_000, help="Requests of one run.")
     ] = 1_500,
@@ -71,7 +58,7 @@ def plan(
     budget_s: Annotated[
         float, typer.Option(min=1, max=86_400, help="Time after which no more sizes are tried.")
     ] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    seed: loads.DrawSeed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Size a cluster for an SLO: two pools, the one-pool alternative, and what each costs."""
@@ -146,10 +133,10 @@ def _read_config(model: Path) -> ModelConfig:
 def _traced(trace: Path, speedup: float, requests: int, runs: int, seed: int) -> Runs:
     from services.sim.windows import runs_of_trace
 
-    return runs_of_trace(traced_load(trace, speedup), requests, runs, seed)
+    return runs_of_trace(loads.traced_load(trace, speedup), requests, runs, seed)
 
 
 def _drawn(text: str, requests: int, runs: int, seed: int) -> Runs:
     from services.sim.windows import drawn_runs
 
-    return drawn_runs(described_load(text), requests, runs, seed)
+    return drawn_runs(loads.described_load(text), requests, runs, seed)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli import exits
-from services.cli.loads import SHAPES, described_load, traced_load
+from services.cli import exits, loads
 from services.cli.progress import Progress
 from services.cli.sim_view import report_json, report_lines, statistics_json, statistics_lines
 
@@ -22,13 +21,8 @@ _MAX_ROUTERS = 64
 
 
 def sim(
-    trace: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Requests: Mooncake .jsonl or Azure .csv."),
-    ] = None,
-    workload: Annotated[
-        str, typer.Option(help=f"Instead of a trace, tokens and requests a second: {SHAPES}.")
-    ] = "",
+    trace: loads.Trace = None,
+    workload: loads.Described = "",
     requests: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Requests of a --workload.")
     ] = 2_000,
@@ -40,24 +34,17 @@ def sim(
     policy: Annotated[
         str, typer.Option(help="How prefill workers are chosen; `all` compares the policies.")
     ] = "ours",
-    speedup: Annotated[
-        float, typer.Option(min=0.001, max=10_000, help="How much faster than traced they arrive.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    speedup: loads.Speedup = 1.0,
+    seed: loads.DrawSeed = 0,
     routers: Annotated[int, typer.Option(min=1, max=_MAX_ROUTERS, help="Router replicas.")] = 1,
-    model_file: Annotated[
-        Path | None,
-        typer.Option(help="How fast a worker is, by `isthmus profile`; a prototype if left out."),
-    ] = None,
+    model_file: loads.ModelFile = None,
     hint_lag_ms: Annotated[
         float, typer.Option(min=0, max=60_000, help="From a change of a cache to its hints.")
     ] = 10.0,
     hint_loss: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of publishes that never arrive.")
     ] = 0.0,
-    slo_ttft: Annotated[
-        float, typer.Option(min=0.001, max=86_400, help="Limit of the first token, seconds.")
-    ] = 2.0,
+    slo_ttft: loads.SloTtft = 2.0,
     slo_tpot: Annotated[
         float, typer.Option(min=0.0001, max=3_600, help="Limit of the mean gap after it, seconds.")
     ] = 0.05,
@@ -93,8 +80,8 @@ def _load(trace: Path | None, workload: str, requests: int, speedup: float, seed
     if (trace is None) == (not workload):
         raise typer.BadParameter("give --trace or --workload")
     if trace is not None:
-        return traced_load(trace, speedup)
-    return plain_workload(described_load(workload), requests, seed)
+        return loads.traced_load(trace, speedup)
+    return plain_workload(loads.described_load(workload), requests, seed)
 
 
 def _policies(name: str) -> tuple[str, ...]:
