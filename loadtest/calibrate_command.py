@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from loadtest import options
-
-OK, FAILED = 0, 1
+from loadtest import exits, options
 
 
 def calibrate(
@@ -57,4 +55,4 @@ def calibrate(
             if not math.isfinite(bar.value):
                 shown = "too few answers to tell: more --streams, or more --seconds"
             typer.echo(f"{state:<8} {bar.name:<32} {shown}")
-    return OK if all(bar.is_met for bar in bars) else FAILED
+    return exits.OK if all(bar.is_met for bar in bars) else exits.FAILED

@@ -10,12 +10,11 @@ import typer
 from loadtest import (
     calibrate_command,
     compare_command,
+    exits,
     report_command,
     run_command,
     search_command,
 )
-
-OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 5, 130
 
 app = typer.Typer(
     name="loadtest",
@@ -48,15 +47,15 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         result = app(arguments, standalone_mode=False)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except ConfigError as error:
         typer.echo(f"loadtest: {error}", err=True)
-        return USAGE
+        return exits.USAGE
     except TargetUnusable as error:
         typer.echo(f"loadtest: {error}", err=True)
-        return UNREACHABLE
+        return exits.UNREACHABLE
     except typer.Abort:
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except typer.Exit as error:
         return int(error.exit_code)
     except Exception as error:
@@ -65,4 +64,4 @@ def run(arguments: list[str] | None = None) -> int:
             raise
         show()  # a wrong flag
         return code
-    return result if isinstance(result, int) else OK
+    return result if isinstance(result, int) else exits.OK

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from loadtest.result import CompareResult
     from loadtest.scenario import Scenario
 
-RESULTS = Path("results")
-
 
 def compare(
     a: Annotated[str, typer.Argument(help="Target or stored result that is there already.")],
@@ -40,7 +38,7 @@ def compare(
     vocab_size: options.VocabSize = None,
     ca_file: options.CaFile = None,
     api_key_file: options.ApiKeyFile = None,
-    out: options.Out = RESULTS,
+    out: options.Out = options.RESULTS,
     json: options.Json = False,
 ) -> int:
     """Compare. Ends with 0 when B is better, 1 when it is worse, 2 when that cannot be told."""

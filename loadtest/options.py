@@ -75,6 +75,7 @@ WorkersText = Annotated[
         help="What was provisioned, such as prefill=2,decode=4; default: those that served.",
     ),
 ]
+RESULTS = Path("results")  # where `--out` points by default
 Out = Annotated[Path, typer.Option(help="Directory that gets a directory for each result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadtest import options
+from loadtest import exits, options
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from loadtest.runner import Runner
     from loadtest.scenario import Scenario
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
 _BAD_VERDICTS = ("FAILED", "CLIENT_BOUND")
-RESULTS = Path("results")
 
 Attain = Annotated[
     float | None,
@@ -42,7 +40,7 @@ def run(
     attain: Attain = None,
     prices: options.PriceFile = None,
     workers: options.WorkersText = "",
-    out: options.Out = RESULTS,
+    out: options.Out = options.RESULTS,
     json: options.Json = False,
 ) -> int:
     """Run a scenario; Ctrl-C ends it with what there is."""
@@ -79,7 +77,7 @@ def replay(
     attain: Attain = None,
     prices: options.PriceFile = None,
     workers: options.WorkersText = "",
-    out: options.Out = RESULTS,
+    out: options.Out = options.RESULTS,
     json: options.Json = False,
 ) -> int:
     """Replay a recorded trace: its instants, its lengths, and what its prompts share."""
@@ -154,9 +152,9 @@ def _run(
     directory = save_run(out, result, log.records)
     typer.echo(f"written to {directory}", err=True)
     if log.is_interrupted:
-        return INTERRUPTED
+        return exits.INTERRUPTED
     is_met = attain is None or (result.attainment and result.attainment.value >= attain)
-    return OK if is_met and result.verdict not in _BAD_VERDICTS else FAILED
+    return exits.OK if is_met and result.verdict not in _BAD_VERDICTS else exits.FAILED
 
 
 def priced(result: RunResult, log: RunLog, scenario: Scenario, pricing: Pricing) -> RunResult:

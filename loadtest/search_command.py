@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadtest import options
+from loadtest import exits, options
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from loadtest.probing import Pools
     from loadtest.result import SearchResult
-
-OK, FAILED = 0, 1
-RESULTS = Path("results")
 
 
 def search(
@@ -47,7 +43,7 @@ def search(
     vocab_size: options.VocabSize = None,
     ca_file: options.CaFile = None,
     api_key_file: options.ApiKeyFile = None,
-    out: options.Out = RESULTS,
+    out: options.Out = options.RESULTS,
     json: options.Json = False,
 ) -> int:
     """Search in open loop: probe rates, halve the bracket, and run the best one again."""
@@ -96,7 +92,7 @@ def search(
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
     directory = save_search(out, result)
     typer.echo(f"written to {directory}", err=True)
-    return OK if result.verdict == "FOUND" else FAILED
+    return exits.OK if result.verdict == "FOUND" else exits.FAILED
 
 
 def _with_pools(target: str, pools: Pools) -> str:
