@@ -311,6 +311,11 @@ class Dialler:
             self._left = self._candidates()
         return self._left.pop(0), wait_s
 
+    def again(self) -> tuple[LinkKeys | None, float]:
+        """Begin the next round: nobody listened, so no key was at fault."""
+        self._left = []
+        return self.next()
+
 
 _ROUND_WAITS_S = (0.03, 0.1, 0.3, 0.6)
 

@@ -121,7 +121,7 @@ class LinkTable:
                 self._connected(receive, link)
 
     def redial(self, link: PeerLink, why: str) -> bool:
-        """Try other keys on a connection that never came up; False if it is to be dropped."""
+        """Try again a connection that never came up, maybe with other keys; False: drop it."""
         if not link.redial(why, self._parts.clock.now()):
             return False
         self._parts.timers.at_latest(link, link.next_due())

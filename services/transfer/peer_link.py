@@ -33,7 +33,15 @@ from services.transfer.planes import HANDED_PLANES, SENT_PLANES
 from services.transfer.renewer import Target
 from services.transfer.values import RejectCode
 from services.transfer.wire import Message, MessageType, WireError
-from services.transfer.zmq_plane import KEY_TROUBLE, MAIN, NoSocket, Poller, SinkContext, peer_base
+from services.transfer.zmq_plane import (
+    KEY_TROUBLE,
+    MAIN,
+    NOT_REACHED,
+    NoSocket,
+    Poller,
+    SinkContext,
+    peer_base,
+)
 
 log = get_logger(__name__)
 
@@ -113,11 +121,16 @@ class PeerLink:
         self.dealer.send(MessageType.HELLO, hello_body(self._end))
 
     def redial(self, why: str, now: float) -> bool:
-        """Try the next keys after a connection that never came up; False when there are none."""
+        """Try again after a connection that never came up; False when all has been tried.
+
+        Other keys are tried only of a peer that listened: one that is binding its socket anew would
+        be shown an older key for no reason by the time it is there.
+        """
         if self._dialler is None or self.state is not LinkState.GREETING:
             return False
         self._hang_up()
-        self.link_keys, wait_s = self._dialler.next()
+        dialler = self._dialler
+        self.link_keys, wait_s = dialler.again() if why == NOT_REACHED else dialler.next()
         if self.link_keys is None or now + wait_s >= self.deadline:
             self.is_refused = why in KEY_TROUBLE
             message = "the prefill worker admits no key of ours" if self.is_refused else why

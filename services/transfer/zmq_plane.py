@@ -475,10 +475,11 @@ class DealerLink:
         return bool(self._socket.getsockopt(_RCVMORE))
 
 
+NOT_REACHED = "refused"  # nobody listens there
 _BROKEN = {
     zmq.EVENT_DISCONNECTED: "disconnected",
-    zmq.EVENT_CLOSED: "refused",
-    zmq.EVENT_CONNECT_RETRIED: "refused",
+    zmq.EVENT_CLOSED: NOT_REACHED,
+    zmq.EVENT_CONNECT_RETRIED: NOT_REACHED,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "not a ZMQ peer",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not authorised",

@@ -227,6 +227,18 @@ def test_what_a_peer_proved_is_tried_first_and_a_retired_key_last(path: Path) ->
     assert keys.candidates("b") == [LinkKeys(NEW, NEW.public)]
 
 
+def test_a_dialler_that_met_nobody_begins_again_later_with_the_best_keys() -> None:
+    first, second = LinkKeys(OLD, OLD.public), LinkKeys(NEW, NEW.public)
+    dialler = Dialler(lambda: [first, second])
+    assert dialler.next() == (first, 0.0)
+    tried = [dialler.again() for _ in range(4)]
+    assert [keys for keys, _ in tried] == [first] * 4
+    assert [wait_s for _, wait_s in tried] == sorted(wait_s for _, wait_s in tried)
+    assert tried[0][1] > 0
+    assert dialler.next() == (second, 0.0)
+    assert dialler.again() == (None, 0.0)
+
+
 def test_a_dialler_tries_everything_then_waits_and_ends() -> None:
     first, second = LinkKeys(OLD, OLD.public), LinkKeys(NEW, NEW.public)
     dialler = Dialler(lambda: [first, second])
