@@ -42,6 +42,9 @@ class PoolDecision:
     forecast: int | None = None  # the floor that the forecast sets
     cancel: tuple[str, ...] = ()  # replicas that start and are not wanted, or never came up
     drain: tuple[str, ...] = ()  # replicas that serve and are to leave, in this order
+    # new ones to ask for now; less than what is wanted where a flip brings one, or where the budget
+    # is held by replicas that still leave
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

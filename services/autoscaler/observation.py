@@ -1,6 +1,7 @@
 """What the autoscaler sees at a tick. Frozen values, every measurement with its age.
 
-Built from routers and workers by the controller, by the simulator from simulated ones.
+Built from routers and workers by the controller, by the simulator from simulated ones. The
+controller's clock tells seconds of the Unix epoch: schedules have time zones.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class PoolSeen:
     readings: Mapping[str, Reading]
     work_tokens: int = 0  # done by ready, warm replicas since the tick before: prompts or outputs
     busy_s: float = 0.0  # worker-seconds they took for it
+    profile_tokens_s: float | None = None  # one replica's, by the profile that the policy names
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,4 @@ class Observation:
     load: Load | None  # None = no router told any
     num_held: int = 0  # requests that wait at routers for a pool of size zero
     idle_s: float = 0.0  # since the last request, wherever
+    can_flip: bool = True  # what runs the replicas can move one to the other pool in place
