@@ -7,11 +7,28 @@ pool it wants; the simulation starts and drains them. The autoscaler is one; a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.sim.cluster import POOLS
 from services.sim.report import Served
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker at a moment. Sums are from its start on."""
+
+    name: str
+    state: str  # starting, LIVE or DRAINING
+    since: float  # in this state
+    kv_tokens: int  # that it has room for
+    held_tokens: int  # KV in use or promised
+    coming_tokens: int  # KV that those need who wait for room
+    num_answers: int
+    step_s: float  # of a token for each of them, as things are
+    prompt_tokens: int  # computed
+    output_tokens: float  # written
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,7 @@ class PoolState:
     num_running: int  # prompts and answers under way
     resident_tokens: int
     kv_tokens: int  # that its live workers have room for
+    workers: Sequence[WorkerState] = ()  # none that is gone
 
     @property
     def size(self) -> int:
@@ -41,6 +59,17 @@ class Observation:
     pools: Mapping[str, PoolState]
     num_arrived: int  # requests since the tick before
     ended: Sequence[Served]  # since then
+    arrived_tokens: int = 0  # of their prompts, to be computed
+    ttfts_s: Sequence[float] = ()  # of first tokens since then, the wait in queues included
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What is to change."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by pool; those that start count
+    leaving: Sequence[str] = ()  # workers by name that go before all others of their pool
+    moves: Mapping[str, str] = field(default_factory=dict)  # workers that go to another pool
 
 
 class Controller(Protocol):
@@ -51,8 +80,8 @@ class Controller(Protocol):
         """Seconds from one look to the next."""
         ...
 
-    def sizes(self, seen: Observation) -> Mapping[str, int]:
-        """Return the wanted size of each pool that is to change; those that start count."""
+    def orders(self, seen: Observation) -> Orders:
+        """Return what is to change now; moves come before sizes."""
         ...
 
 
@@ -81,10 +110,10 @@ class Schedule:
             if change.size < 0 or change.at_s < 0:
                 raise ValueError("times and sizes of pools are not negative")
 
-    def sizes(self, seen: Observation) -> Mapping[str, int]:
+    def orders(self, seen: Observation) -> Orders:
         """Return what the last change before now says of each pool."""
         due = sorted((c for c in self.changes if c.at_s <= seen.now), key=lambda c: c.at_s)
-        return {change.pool: change.size for change in due}
+        return Orders({change.pool: change.size for change in due})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from services.common.ids import WorkerId
@@ -18,7 +19,7 @@ from services.registry.twin import RegistryTwin
 from services.router.policy import NO_LINKS, Field, PolicyConfig, lay_out
 from services.router.view import DRAINING, LIVE, ClusterView, WorkerView
 from services.sim.cluster import DECODE, PREFILL, ClusterSpec
-from services.sim.controller import PoolState
+from services.sim.controller import PoolState, WorkerState
 from services.sim.placement import Placement, worker_info, worker_view
 from services.sim.timeline import Timeline
 from services.sim.workers import Worker
@@ -38,6 +39,7 @@ class Member:
     asked_at: float
     state: str = STARTING
     slot: int = -1  # of the store, once it is there
+    since: float = 0.0  # in its state
     gone_at: float | None = None
 
 
@@ -58,6 +60,7 @@ class Fleet:
     twin: RegistryTwin = field(init=False)
     index: CandidateIndex = field(init=False)
     arena: Field = field(init=False)
+    _num_added: dict[str, int] = field(default_factory=dict)  # by pool
     _seqs: dict[int, int] = field(default_factory=dict)
     _beating: set[int] = field(default_factory=set)  # whose next heartbeat is planned
     _aging: bool = False  # whether a look at newcomers is planned
@@ -72,8 +75,10 @@ class Fleet:
 
     def add(self, pool: str, worker: Worker) -> Member:
         """Ask for a worker; it is not there yet."""
-        number = sum(member.pool == pool for member in self.members)
-        member = Member(WorkerId(f"{pool}-{number}"), pool, worker, self.time.now)
+        number = self._num_added.get(pool, 0)
+        self._num_added[pool] = number + 1
+        now = self.time.now
+        member = Member(WorkerId(f"{pool}-{number}"), pool, worker, now, since=now)
         self.members.append(member)
         return member
 
@@ -105,6 +110,7 @@ class Fleet:
 
     def ready(self, member: Member) -> None:
         """A worker has started."""
+        member.since = self.time.now
         self.join(member, self.time.now)
         self.lay_out()
         self.tell(member.slot, self.views[member.slot].load)
@@ -112,7 +118,7 @@ class Fleet:
 
     def drain(self, member: Member) -> None:
         """Give a worker nothing new any more."""
-        member.state = DRAINING
+        member.state, member.since = DRAINING, self.time.now
         self.views[member.slot] = replace(self.views[member.slot], state=DRAINING)
         self.lay_out()
 
@@ -126,12 +132,20 @@ class Fleet:
         del self.at[member.slot]
         self.lay_out()
 
-    def victims(self, pool: str, count: int) -> list[Member]:
-        """Choose who goes: those that still start, newest first, then those with the least KV."""
+    def move(self, member: Member, pool: str) -> None:
+        """Let a live worker serve in another pool from now on; what it has in hand it ends."""
+        view = self.views[member.slot]
+        member.pool, member.since = pool, self.time.now
+        self._begin_anew(member, view.up_since)
+
+    def victims(self, pool: str, count: int, leaving: Collection[str] = ()) -> list[Member]:
+        """Choose who goes: `leaving`, then who still starts, newest first, then the least KV."""
         starting = [m for m in self.members if m.pool == pool and m.state == STARTING]
         live = [m for m in self.at.values() if m.pool == pool and m.state == LIVE]
         live.sort(key=lambda m: (m.worker.held_tokens, m.slot))
-        return [*reversed(starting), *live][:count]
+        ordered = [*reversed(starting), *live]
+        ordered.sort(key=lambda m: m.worker_id not in leaving)
+        return ordered[:count]
 
     def state_of(self, pool: str) -> PoolState:
         """Sum up one pool."""
@@ -147,6 +161,7 @@ class Fleet:
             num_running=sum(load.running for load in loads),
             resident_tokens=sum(load.resident_tokens for load in loads),
             kv_tokens=sum(worker.model.kv_tokens for worker in live),
+            workers=[_state_of(m) for m in members if m.state != DEAD],
         )
 
     def _laid_out(self) -> Field:
@@ -208,11 +223,15 @@ class Fleet:
         if not self._tell_store(member, change):
             # Something was lost before it. As a worker does: a new generation, and all again.
             self.num_resyncs += 1
-            self.join(member, self.views[slot].up_since)
-            self.lay_out()
-            self._seqs[slot] = 1
-            is_taken = self._tell_store(member, member.worker.held())
-            assert is_taken, "a worker that has just joined is in sequence"
+            self._begin_anew(member, self.views[slot].up_since)
+
+    def _begin_anew(self, member: Member, up_since: float | None) -> None:
+        """Join again and publish all that is cached."""
+        self.join(member, up_since)
+        self.lay_out()
+        self._seqs[member.slot] = 1
+        is_taken = self._tell_store(member, member.worker.held())
+        assert is_taken, "a worker that has just joined is in sequence"
 
     def _tell_store(self, member: Member, change: HintChange) -> bool:
         slot, load = member.slot, member.worker.load(self.time.now)
@@ -227,3 +246,20 @@ class Fleet:
         """Show a load to every router."""
         for placement in self.placements:
             placement.reported(slot, load, self.time.now)
+
+
+def _state_of(member: Member) -> WorkerState:
+    worker = member.worker
+    return WorkerState(
+        name=member.worker_id,
+        state=member.state,
+        since=member.since,
+        kv_tokens=worker.model.kv_tokens,
+        held_tokens=worker.held_tokens,
+        coming_tokens=sum(request.final_tokens for request in worker.arriving),
+        num_answers=worker.num_answers,
+        step_s=worker.step_s,
+        prompt_tokens=worker.work_tokens,
+        output_tokens=worker.output_tokens,
+        busy_s=worker.prefill_busy_s + worker.decode_busy_s,
+    )

@@ -43,6 +43,7 @@ class Worker:
     work_tokens: int = 0  # computed of prompts, all in all
     prefill_busy_s: float = 0.0
     decode_busy_s: float = 0.0
+    output_tokens: float = 0.0  # written, all in all
     _queued_tokens: int = 0  # to compute for those that wait
     _coming: dict[int, int] = field(default_factory=dict)  # units of prompts not computed yet
     _rate: Ewma = field(default_factory=lambda: Ewma(_ALPHA))
@@ -67,6 +68,16 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether nothing is in hand or promised."""
         return not (self.running or self.held_tokens or self.waiting or self.arriving)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are being written."""
+        return len(self._answers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step as things are: a chunk of the prompt, and a token for each answer."""
+        return (self._chunk_s if self.running is not None else 0.0) + self._decode_s()
 
     def can_hold(self, request: Request) -> bool:
         """Whether it would fit with nothing else there."""
@@ -133,7 +144,7 @@ class Worker:
     def next_at(self) -> float:
         """Return when the next prompt or answer is complete; infinity with nothing in hand."""
         steps = min(self._left, self._answer_steps())
-        return self._at + steps * self._step_s() if steps < math.inf else math.inf
+        return self._at + steps * self.step_s if steps < math.inf else math.inf
 
     def complete(self, now: float) -> tuple[Request, HintChange | None]:
         """End what is due now; a change of the cache tells a prompt from an answer."""
@@ -250,10 +261,6 @@ class Worker:
     def _answer_steps(self) -> float:
         return self._answers[0][0] - self._steps if self._answers else math.inf
 
-    def _step_s(self) -> float:
-        """Seconds of a step as things are: a chunk of the prompt, and a token for each answer."""
-        return (self._chunk_s if self.running is not None else 0.0) + self._decode_s()
-
     def _decode_s(self) -> float:
         if not self._answers:
             return 0.0
@@ -268,6 +275,7 @@ class Worker:
         steps = elapsed_s / step_s
         self._left = max(0.0, self._left - steps)
         self._steps += steps
+        self.output_tokens += steps * len(self._answers)
         self.decode_busy_s += steps * decode_s
         self.prefill_busy_s += elapsed_s - steps * decode_s
 

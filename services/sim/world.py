@@ -25,7 +25,7 @@ from services.router.policy import REMOTE, STAY, PolicyConfig, RequestFacts, ask
 from services.router.route_desk import HOLD_EVERY_S
 from services.router.view import DRAINING, LIVE
 from services.sim.cluster import AGGREGATED, POOLS, ClusterSpec
-from services.sim.controller import Controller, Failure, Observation
+from services.sim.controller import Controller, Failure, Observation, Orders
 from services.sim.fleet import DEAD, GONE, STARTING, Fleet, Member
 from services.sim.network import Handoff, Lines
 from services.sim.outcome import pool_use, served_of
@@ -73,6 +73,7 @@ class World:
     _lines: Lines = field(default_factory=Lines)
     _num_seen: int = 0  # arrivals, at the last tick
     _ended: list[Request] = field(default_factory=list)  # since then
+    _ttfts_s: list[float] = field(default_factory=list)  # of first tokens since then
 
     def __post_init__(self) -> None:
         lost, is_hinted = random.Random(f"{self.seed}/lost"), self.rule in HINTED
@@ -147,22 +148,41 @@ class World:
         if not self._to_come and not self._open:
             return  # all is over: nothing more depends on the sizes
         states = {pool: self.fleet.state_of(pool) for pool in POOLS}
-        arrived = len(self.requests) - self._num_seen
-        seen = Observation(self.time.now, states, arrived, tuple(map(served_of, self._ended)))
-        self._num_seen += arrived
+        arrived = self.requests[self._num_seen :]
+        seen = Observation(
+            self.time.now,
+            states,
+            len(arrived),
+            tuple(map(served_of, self._ended)),
+            sum(r.uncached_hint or r.prompt_tokens for r in arrived),  # 0 = nobody took it
+            tuple(self._ttfts_s),
+        )
+        self._num_seen += len(arrived)
         self._ended.clear()
-        for pool, size in self.controller.sizes(seen).items():
-            if not self.spec.sizes()[pool]:
-                raise ValueError(f"this cluster has no {pool} pool")
-            self._resize(pool, size - states[pool].size)
+        self._ttfts_s.clear()
+        self._obey(self.controller.orders(seen))
         self.time.at(self.time.now + self.controller.tick_s, self._tick)
 
-    def _resize(self, pool: str, difference: int) -> None:
+    def _obey(self, orders: Orders) -> None:
+        for name, pool in orders.moves.items():
+            self._check_pool(pool)
+            member = next((m for m in self.fleet.at.values() if m.worker_id == name), None)
+            if member is not None and member.state == LIVE:
+                self.fleet.move(member, pool)
+        for pool, size in orders.sizes.items():
+            self._check_pool(pool)
+            self._resize(pool, size - self.fleet.state_of(pool).size, orders.leaving)
+
+    def _check_pool(self, pool: str) -> None:
+        if not self.spec.sizes()[pool]:
+            raise ValueError(f"this cluster has no {pool} pool")
+
+    def _resize(self, pool: str, difference: int, leaving: Sequence[str]) -> None:
         ready_at = self.time.now + self.spec.model.startup_s
         for _ in range(difference):
             member = self.fleet.add(pool, Worker(self.workload, self.spec.model))
             self.time.at(ready_at, lambda m=member: self._ready(m))  # type: ignore[misc]
-        for member in self.fleet.victims(pool, max(0, -difference)):
+        for member in self.fleet.victims(pool, max(0, -difference), leaving):
             if member.state == STARTING:
                 self.fleet.remove(member)
                 continue
@@ -333,6 +353,8 @@ class World:
         now = request.prefill_ended_at = self.time.now
         if request.first_token_at is None:
             request.first_token_at = now
+            if self.controller is not None:
+                self._ttfts_s.append(request.ttft_s)
         self.fleet.publish_later(member.slot, change)
         if not request.left_tokens:
             self._end(request, OK)

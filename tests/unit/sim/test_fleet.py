@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.router.policy import PolicyConfig
 from services.sim import timeline
 from services.sim.cluster import AGGREGATED, DECODE, PREFILL, ClusterSpec, Group
-from services.sim.controller import Change, Controller, Failure, Observation, Schedule
+from services.sim.controller import Change, Controller, Failure, Observation, Orders, Schedule
 from services.sim.fleet import GONE
 from services.sim.performance import PerformanceModel, default_model
 from services.sim.placement import OURS, POLICIES, ROUND_ROBIN
@@ -187,10 +187,10 @@ class Recorder:
     tick_s: float = 1.0
     seen: list[Observation] = field(default_factory=list)
 
-    def sizes(self, seen: Observation) -> Mapping[str, int]:
+    def orders(self, seen: Observation) -> Orders:
         """Look only."""
         self.seen.append(seen)
-        return {}
+        return Orders()
 
 
 def test_a_controller_sees_every_request_once_and_the_pools_as_they_are() -> None:
@@ -212,10 +212,10 @@ class ByQueue:
 
     tick_s: float = 1.0
 
-    def sizes(self, seen: Observation) -> Mapping[str, int]:
+    def orders(self, seen: Observation) -> Orders:
         """Grow only."""
         state = seen.pools[PREFILL]
-        return {PREFILL: max(state.size, min(6, state.queued_tokens // 4000))}
+        return Orders({PREFILL: max(state.size, min(6, state.queued_tokens // 4000))})
 
 
 def test_a_controller_that_grows_a_short_pool_keeps_more_requests_in_time() -> None:
@@ -224,6 +224,68 @@ def test_a_controller_that_grows_a_short_pool_keeps_more_requests_in_time() -> N
     grown = run(spec_of(1), short, controller=ByQueue())[1]
     assert grown.attainment(2.0) > fixed.attainment(2.0) + 0.3
     assert grown.pools[PREFILL].peak_workers > 1
+
+
+def test_a_controller_sees_first_tokens_work_and_every_worker() -> None:
+    recorder = Recorder()
+    world, report = run(spec_of(), controller=recorder)
+    ttfts = [ttft for seen in recorder.seen for ttft in seen.ttfts_s]
+    assert len(ttfts) >= len(report.requests) - 10
+    assert Counter(ttfts) <= Counter(r.ttft_s for r in report.requests)
+    arrived = sum(r.num_tokens for r in report.requests)
+    assert sum(seen.arrived_tokens for seen in recorder.seen) == arrived  # nothing is cached
+    last = recorder.seen[-1].pools
+    assert [w.name for w in last[DECODE].workers] == ["decode-0", "decode-1"]
+    assert sum(w.prompt_tokens for w in last[PREFILL].workers) == arrived
+    made = sum(m.worker.output_tokens for m in world.fleet.members)
+    # The first token of an answer is its prefill's.
+    assert made == pytest.approx(sum(r.output_tokens - 1 for r in report.requests))
+    busiest = max(recorder.seen, key=lambda seen: seen.pools[DECODE].num_running)
+    steps = [w.step_s for w in busiest.pools[DECODE].workers if w.num_answers]
+    assert steps
+    assert all(step >= default_model().decode.fixed_s for step in steps)
+
+
+@dataclass(slots=True)
+class Once:
+    """Gives one order, at its time."""
+
+    at_s: float
+    order: Orders
+    tick_s: float = 1.0
+    is_given: bool = False
+
+    def orders(self, seen: Observation) -> Orders:
+        """Give it when it is time, and nothing before or after."""
+        if self.is_given or seen.now < self.at_s:
+            return Orders()
+        self.is_given = True
+        return self.order
+
+
+@pytest.mark.parametrize("policy", [OURS, ROUND_ROBIN])
+def test_a_worker_that_moves_ends_what_it_has_and_serves_in_its_new_pool(policy: str) -> None:
+    moved = Once(5.0, Orders({DECODE: 2}, moves={"decode-0": PREFILL}))
+    world, report = run(spec_of(1, 2), policy=policy, controller=moved)
+    assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
+    assert [m.worker_id for m in world.fleet.members if m.pool == DECODE] == [
+        "decode-1",
+        "decode-2",
+    ]
+    (member,) = (m for m in world.fleet.members if m.worker_id == "decode-0")
+    assert (member.pool, member.gone_at) == (PREFILL, None)
+    early = [r for r in report.requests if r.arrived_s < 4.0]
+    late = [r for r in report.requests if r.arrived_s > 5.1]
+    assert "decode-0" not in {r.prefill_worker for r in early}
+    assert "decode-0" in {r.decode_worker for r in early}
+    assert "decode-0" in {r.prefill_worker for r in late}
+
+
+def test_those_go_first_who_are_named() -> None:
+    named = Once(5.0, Orders({DECODE: 2}, leaving=("decode-2", "decode-9")))
+    world, _ = run(spec_of(2, 3), controller=named)
+    gone = [m.worker_id for m in world.fleet.members if m.gone_at is not None]
+    assert gone == ["decode-2"]
 
 
 def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
