@@ -17,8 +17,8 @@ _NUM_FIELDS = 5
 _ANY_DAY = datetime(2000, 1, 1, tzinfo=UTC)
 
 
-def check_cron(text: str) -> None:
-    """Raise ValueError where a text is not five cron fields, or never comes true."""
+def checked_cron(text: str) -> str:
+    """Return it; ValueError where a text is not five cron fields, or never comes true."""
     fields = text.split()
     if len(fields) != _NUM_FIELDS:
         raise ValueError(
@@ -30,16 +30,18 @@ def check_cron(text: str) -> None:
         raise ValueError(f"not five cron fields: {str(error).lower()}") from None
     except StopIteration:
         raise ValueError("no day of the calendar fits it") from None
+    return text
 
 
-def check_zone(name: str) -> None:
-    """Raise ValueError where the time zone is not known here."""
+def checked_zone(name: str) -> str:
+    """Return it; ValueError where the time zone is not known here."""
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):
         zones = sorted(available_timezones())
         hint = did_you_mean(name, zones) if zones else "; none is installed"
         raise ValueError(f"no such time zone{hint if len(hint) < 100 else ''}") from None
+    return name
 
 
 def first_start(cron: str, zone: str, after: datetime) -> datetime:

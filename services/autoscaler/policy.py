@@ -6,23 +6,54 @@ case here and in camel case in the file, by the names of the Kubernetes HPA wher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict
+from pydantic import AfterValidator, ConfigDict, ValidationInfo, model_validator
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
-from services.autoscaler.quantity import Quantity
+from services.autoscaler.cron import checked_cron, checked_zone
+from services.autoscaler.quantity import PositiveQuantity, Quantity, parse_quantity
 from services.common.settings import Section, setting
 
 API_VERSION = "autoscaling.isthmus.dev/v1alpha1"
 KIND = "PoolAutoscalingPolicy"
 
 
+MAX_REPLICAS = 10_000
+
+FAULTS = "faults"  # type of an error whose context has all faults of one section
+FIELDS_ONLY = "fields only"  # context of a validation that asks no section for faults between them
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, and where: below its section, as the file writes it."""
+
+    path: str
+    message: str
+
+
 class PolicySection(Section):
-    """Base of every part of the file."""
+    """Base of every part of the file: it tells all faults between its own fields at once."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+    def faults(self) -> Iterator[Fault]:
+        """What is wrong between fields that are right by themselves."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        found = () if info.context == FIELDS_ONLY else tuple(self.faults())
+        if found:
+            told = "; ".join(f"{fault.path}: {fault.message}" for fault in found)
+            raise PydanticCustomError(FAULTS, "{told}", {"told": told, FAULTS: found})
+        return self
 
 
 class Mode(StrEnum):
@@ -62,9 +93,32 @@ class MetricTarget(PolicySection):
     """What a metric is held at: exactly the one field that belongs to its type."""
 
     type: TargetType
-    value: Quantity | None = setting(None, "of the pool as a whole")
-    average_value: Quantity | None = setting(None, "for each replica")
+    value: PositiveQuantity | None = setting(None, "of the pool as a whole")
+    average_value: PositiveQuantity | None = setting(None, "for each replica")
     average_utilization: int | None = setting(None, "mean over replicas", unit="%", ge=1, le=100)
+
+    def faults(self) -> Iterator[Fault]:
+        """Exactly the field of the type."""
+        for target_type, field in _TARGET_FIELDS.items():
+            key, given = to_camel(field), getattr(self, field)
+            if target_type is self.type and given is None:
+                yield Fault(key, f"type {self.type} needs it")
+            elif target_type is not self.type and given is not None:
+                yield Fault(key, f"belongs to type {target_type}, not to {self.type}")
+
+    @property
+    def number(self) -> Decimal:
+        """What is held; of type Utilization as a share of 1."""
+        if self.type is TargetType.UTILIZATION:
+            return Decimal(self.average_utilization or 0) / 100
+        return parse_quantity(getattr(self, _TARGET_FIELDS[self.type]))
+
+
+_TARGET_FIELDS = {
+    TargetType.VALUE: "value",
+    TargetType.AVERAGE_VALUE: "average_value",
+    TargetType.UTILIZATION: "average_utilization",
+}
 
 
 class ExternalMetricName(PolicySection):
@@ -86,12 +140,51 @@ class Metric(PolicySection):
     target: MetricTarget
     external: ExternalMetric | None = setting(None, "which one, of type External")
 
+    def faults(self) -> Iterator[Fault]:
+        """A target that fits what is measured, and a name for what others measure."""
+        fitting = METRIC_TARGETS[self.type]
+        if self.target.type not in fitting:
+            words = " or ".join(fitting)
+            yield Fault("target.type", f"{self.type} is held at a target of type {words}")
+        if self.type is MetricType.EXTERNAL and self.external is None:
+            yield Fault("external", "type External needs it")
+        if self.type is not MetricType.EXTERNAL and self.external is not None:
+            yield Fault("external", f"belongs to type External, not to {self.type}")
+
+    @property
+    def name(self) -> str:
+        """Name of its reading: the type, or the external metric's own."""
+        return self.type.value if self.external is None else self.external.metric.name
+
+
+METRIC_TARGETS = {
+    MetricType.TTFT: (TargetType.VALUE,),
+    MetricType.ITL: (TargetType.VALUE,),
+    MetricType.QUEUED_TOKENS: (TargetType.AVERAGE_VALUE, TargetType.VALUE),
+    MetricType.KV_UTILIZATION: (TargetType.UTILIZATION,),
+    MetricType.EXTERNAL: (TargetType.AVERAGE_VALUE, TargetType.VALUE),
+}
+METRIC_ROLES = {
+    MetricType.TTFT: (Role.PREFILL,),
+    MetricType.QUEUED_TOKENS: (Role.PREFILL,),
+    MetricType.ITL: (Role.DECODE,),
+    MetricType.KV_UTILIZATION: (Role.DECODE,),
+    MetricType.EXTERNAL: (Role.PREFILL, Role.DECODE),
+}
+
 
 class Tolerance(PolicySection):
     """How far a metric may be off its target, as a share, before a size is changed."""
 
     scale_up: Quantity = setting("0.05", "above the target", public=True)
     scale_down: Quantity = setting("0.10", "below the target", public=True)
+
+    def faults(self) -> Iterator[Fault]:
+        """A share below the target that can be reached."""
+        if parse_quantity(self.scale_down) >= 1:
+            yield Fault("scaleDown", "must be below 1: nothing measured is less than 0")
+        if parse_quantity(self.scale_up) > 10:
+            yield Fault("scaleUp", "must be at most 10")
 
 
 class RateType(StrEnum):
@@ -105,7 +198,7 @@ class RatePolicy(PolicySection):
     """How much a size may change within a period."""
 
     type: RateType
-    value: int = setting(..., "replicas, or percent of those there were", gt=0)
+    value: int = setting(..., "replicas, or percent of those there were", gt=0, le=MAX_REPLICAS)
     period_seconds: int = setting(..., "the period looked back over", unit="s", ge=1, le=1800)
 
 
@@ -133,11 +226,19 @@ class ScaleUp(PolicySection):
         0, "the least proposal of this window counts", unit="s", ge=0, le=3600
     )
     select_policy: SelectPolicy = SelectPolicy.MAX
-    policies: tuple[RatePolicy, ...] = (
-        RatePolicy(type=RateType.PERCENT, value=100, period_seconds=15),
-        RatePolicy(type=RateType.PODS, value=2, period_seconds=15),
+    policies: tuple[RatePolicy, ...] = setting(
+        (
+            RatePolicy(type=RateType.PERCENT, value=100, period_seconds=15),
+            RatePolicy(type=RateType.PODS, value=2, period_seconds=15),
+        ),
+        "how much at most",
+        max_length=8,
     )
     panic: Panic = Panic()
+
+    def faults(self) -> Iterator[Fault]:
+        """A policy to select, where one is to be selected."""
+        yield from _no_policy(self.select_policy, self.policies)
 
 
 class ConsolidationCheck(PolicySection):
@@ -154,8 +255,21 @@ class ScaleDown(PolicySection):
         300, "the largest proposal of this window counts", unit="s", ge=0, le=3600
     )
     select_policy: SelectPolicy = SelectPolicy.MIN
-    policies: tuple[RatePolicy, ...] = (RatePolicy(type=RateType.PODS, value=1, period_seconds=60),)
+    policies: tuple[RatePolicy, ...] = setting(
+        (RatePolicy(type=RateType.PODS, value=1, period_seconds=60),),
+        "how much at most",
+        max_length=8,
+    )
     consolidation_check: ConsolidationCheck = ConsolidationCheck()
+
+    def faults(self) -> Iterator[Fault]:
+        """A policy to select, where one is to be selected."""
+        yield from _no_policy(self.select_policy, self.policies)
+
+
+def _no_policy(select: SelectPolicy, policies: tuple[RatePolicy, ...]) -> Iterator[Fault]:
+    if not policies and select is not SelectPolicy.DISABLED:
+        yield Fault("policies", f"must not be empty where selectPolicy is {select}")
 
 
 class Behavior(PolicySection):
@@ -168,12 +282,23 @@ class Behavior(PolicySection):
 class Startup(PolicySection):
     """What is known of a replica's start."""
 
-    expected_seconds: int = setting(180, "from asking for one to its first work", unit="s", ge=0)
-    count_pending_as_capacity: bool = setting(True, "whether those that start count")
-    failure_deadline_seconds: int = setting(900, "given up after it", unit="s", gt=0)
-    warm_up_seconds: int = setting(
-        30, "a young replica's figures are left out of the capacity model", unit="s", ge=0
+    expected_seconds: int = setting(
+        180, "from asking for one to its first work", unit="s", ge=0, le=86_400
     )
+    count_pending_as_capacity: bool = setting(True, "whether those that start count")
+    failure_deadline_seconds: int = setting(900, "given up after it", unit="s", gt=0, le=86_400)
+    warm_up_seconds: int = setting(
+        30, "a young replica's figures are left out of the capacity model", unit="s", ge=0, le=3600
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        """Nothing is given up before it is expected."""
+        if self.failure_deadline_seconds < self.expected_seconds:
+            yield Fault(
+                "failureDeadlineSeconds",
+                f"{self.failure_deadline_seconds} is less than expectedSeconds, "
+                f"{self.expected_seconds}: every start would be given up",
+            )
 
 
 class OnDeadline(StrEnum):
@@ -202,31 +327,70 @@ class ScaleToZero(PolicySection):
     """Both pools together, never one alone."""
 
     enabled: bool = setting(False, "whether a pool may have no replica")
-    idle_seconds: int = setting(900, "without a request before it", unit="s", ge=1)
+    idle_seconds: int = setting(900, "without a request before it", unit="s", ge=1, le=604_800)
     activation: Literal["HoldAtRouter"] = "HoldAtRouter"
-    activation_queue_limit: int = setting(256, "requests that wait at the router", ge=1)
-    activation_timeout_seconds: int = setting(600, "so long at most", unit="s", ge=1)
+    activation_queue_limit: int = setting(256, "requests that wait at the router", ge=1, le=100_000)
+    activation_timeout_seconds: int = setting(600, "so long at most", unit="s", ge=1, le=86_400)
 
 
-class Pool(PolicySection):
-    """One pool on its own."""
+class PoolSize(PolicySection):
+    """How large a pool may be, and what a replica takes: all that other sections look at."""
 
     name: str = setting(
         ..., "unique in the file", public=True, pattern="^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
     )
     role: Role
-    min_replicas: int = setting(1, "never fewer", ge=0)
-    max_replicas: int = setting(..., "never more", ge=1)
-    initial_replicas: int | None = setting(None, "at the start; absent = the least", ge=0)
-    accelerators_per_replica: int = setting(1, "counted against the budget", ge=0)
+    min_replicas: int = setting(1, "never fewer", ge=0, le=MAX_REPLICAS)
+    max_replicas: int = setting(..., "never more", ge=1, le=MAX_REPLICAS)
+    initial_replicas: int | None = setting(
+        None, "at the start; absent = the least", ge=0, le=MAX_REPLICAS
+    )
+    accelerators_per_replica: int = setting(1, "counted against the budget", ge=0, le=1024)
+    startup: Startup = Startup()
+    scale_to_zero: ScaleToZero = ScaleToZero()
+
+    def faults(self) -> Iterator[Fault]:
+        """Sizes in order, and a pool of size zero only where that is allowed."""
+        least, most, first = self.min_replicas, self.max_replicas, self.initial_replicas
+        if least > most:
+            yield Fault("minReplicas", f"{least} is more than maxReplicas, {most}")
+        elif first is not None and not least <= first <= most:
+            yield Fault(
+                "initialReplicas",
+                f"{first} is not within minReplicas to maxReplicas, {least} to {most}",
+            )
+        zero = self.scale_to_zero
+        if least == 0 and not zero.enabled:
+            yield Fault("minReplicas", "0 needs scaleToZero.enabled")
+        if zero.enabled and zero.activation_timeout_seconds < self.startup.expected_seconds:
+            yield Fault(
+                "scaleToZero.activationTimeoutSeconds",
+                f"{zero.activation_timeout_seconds} is less than startup.expectedSeconds, "
+                f"{self.startup.expected_seconds}: held requests would never see a replica",
+            )
+
+
+class Pool(PoolSize):
+    """One pool on its own."""
+
     metrics: tuple[Metric, ...] = setting(
-        ..., "each proposes a size; the largest wins", min_length=1
+        ..., "each proposes a size; the largest wins", min_length=1, max_length=16
     )
     tolerance: Tolerance = Tolerance()
     behavior: Behavior = Behavior()
-    startup: Startup = Startup()
     drain: Drain = Drain()
-    scale_to_zero: ScaleToZero = ScaleToZero()
+
+    def faults(self) -> Iterator[Fault]:
+        """Metrics that tell of this role, each once."""
+        yield from super().faults()
+        seen: set[str] = set()
+        for i, metric in enumerate(self.metrics):
+            roles = METRIC_ROLES[metric.type]
+            if self.role not in roles:
+                yield Fault(f"metrics[{i}].type", f"{metric.type} tells of role {roles[0]} only")
+            if metric.name in seen:
+                yield Fault(f"metrics[{i}]", f"{metric.name} is there twice")
+            seen.add(metric.name)
 
 
 class RatioMode(StrEnum):
@@ -250,39 +414,91 @@ class Ratio(PolicySection):
 
     mode: RatioMode = RatioMode.OFF
     min_prefill_per_decode: Quantity = setting("0.25", "in mode Range", public=True)
-    max_prefill_per_decode: Quantity = setting("4", "in mode Range", public=True)
-    prefill_per_decode: Quantity | None = setting(None, "in mode Fixed")
+    max_prefill_per_decode: PositiveQuantity = setting("4", "in mode Range", public=True)
+    prefill_per_decode: PositiveQuantity | None = setting(None, "in mode Fixed")
     on_violation: OnRatioViolation = OnRatioViolation.RAISE_LOWER
+
+    def faults(self) -> Iterator[Fault]:
+        """A range with something in it, and a fixed ratio where one is held."""
+        least = parse_quantity(self.min_prefill_per_decode)
+        most = parse_quantity(self.max_prefill_per_decode)
+        fixed = self.prefill_per_decode
+        if least > most:
+            yield Fault("minPrefillPerDecode", f"{least} is more than maxPrefillPerDecode, {most}")
+        if (fixed is None) == (self.mode is RatioMode.FIXED):
+            word = "needs it" if fixed is None else "does not read it: it belongs to mode Fixed"
+            yield Fault("prefillPerDecode", f"mode {self.mode} {word}")
+        has_range = self.model_fields_set & {"min_prefill_per_decode", "max_prefill_per_decode"}
+        if fixed is not None and has_range and not least <= parse_quantity(fixed) <= most:
+            yield Fault("prefillPerDecode", f"{fixed} is outside the range, {least} to {most}")
+
+    @property
+    def bounds(self) -> tuple[Decimal, Decimal] | None:
+        """The least and the most prefill replicas for each of decode; None = any."""
+        if self.mode is RatioMode.OFF:
+            return None
+        if self.prefill_per_decode is not None:
+            return (parse_quantity(self.prefill_per_decode),) * 2
+        least, most = self.min_prefill_per_decode, self.max_prefill_per_decode
+        return parse_quantity(least), parse_quantity(most)
 
 
 class Budget(PolicySection):
     """What both pools may take together."""
 
-    max_accelerators: int | None = setting(None, "never more", ge=1)
-    min_accelerators: int = setting(0, "never fewer", ge=0)
-    max_cost_per_hour: Quantity | None = setting(None, "never more, by the price below")
-    cost_per_accelerator_hour: Quantity | None = setting(None, "price of one")
+    max_accelerators: int | None = setting(None, "never more", ge=1, le=10_000_000)
+    min_accelerators: int = setting(0, "never fewer", ge=0, le=10_000_000)
+    max_cost_per_hour: PositiveQuantity | None = setting(None, "never more, by the price below")
+    cost_per_accelerator_hour: PositiveQuantity | None = setting(None, "price of one")
     on_exceeded: Literal["ProportionalClamp"] = "ProportionalClamp"
     allow_rebalance_at_cap: bool = setting(
         True, "whether one pool may grow by what the other gives up in the same decision"
     )
 
+    def faults(self) -> Iterator[Fault]:
+        """A price where costs are capped, and a floor below the ceiling."""
+        if self.max_cost_per_hour is not None and self.cost_per_accelerator_hour is None:
+            yield Fault("costPerAcceleratorHour", "maxCostPerHour needs it")
+        cap = self.accelerator_cap
+        if cap is not None and self.min_accelerators > cap:
+            yield Fault(
+                "minAccelerators", f"{self.min_accelerators} is more than the most allowed, {cap}"
+            )
+
+    @property
+    def accelerator_cap(self) -> int | None:
+        """The most accelerators, by number and by cost; None = no cap."""
+        caps = [] if self.max_accelerators is None else [self.max_accelerators]
+        if self.max_cost_per_hour is not None and self.cost_per_accelerator_hour is not None:
+            price = parse_quantity(self.cost_per_accelerator_hour)
+            caps.append(int(parse_quantity(self.max_cost_per_hour) / price))
+        return min(caps, default=None)
+
 
 class ScheduledPool(PolicySection):
     """Limits of one pool while a schedule holds."""
 
-    min_replicas: int | None = setting(None, "instead of the pool's own", ge=0)
-    max_replicas: int | None = setting(None, "instead of the pool's own", ge=1)
+    min_replicas: int | None = setting(None, "instead of the pool's own", ge=0, le=MAX_REPLICAS)
+    max_replicas: int | None = setting(None, "instead of the pool's own", ge=1, le=MAX_REPLICAS)
+
+    def faults(self) -> Iterator[Fault]:
+        """Something other than the pool's own limits."""
+        if self.min_replicas is None and self.max_replicas is None:
+            yield Fault("minReplicas", "neither it nor maxReplicas is given")
 
 
 class Schedule(PolicySection):
     """Other limits for some hours."""
 
     name: str = setting(..., "unique in the file", public=True, min_length=1, max_length=63)
-    time_zone: str = setting("UTC", "of the IANA database", public=True)
-    start: str = setting(..., "five cron fields: minute, hour, day, month, weekday", public=True)
+    time_zone: Annotated[str, AfterValidator(checked_zone)] = setting(
+        "UTC", "of the IANA database", public=True, max_length=64
+    )
+    start: Annotated[str, AfterValidator(checked_cron)] = setting(
+        ..., "five cron fields: minute, hour, day, month, weekday", public=True, max_length=128
+    )
     duration_seconds: int = setting(..., "from each start on", unit="s", ge=60, le=31 * 86_400)
-    pools: dict[str, ScheduledPool] = setting(..., "by name of a pool", min_length=1)
+    pools: dict[str, ScheduledPool] = setting(..., "by name of a pool", min_length=1, max_length=2)
 
 
 class PredictiveMode(StrEnum):
@@ -307,14 +523,14 @@ class Kalman(PolicySection):
 
     q_level: Quantity = setting("1", "variance of the level a step", public=True)
     q_trend: Quantity = setting("0.1", "variance of the trend a step", public=True)
-    r: Quantity = setting("10", "variance of a measurement", public=True)
-    min_points: int = setting(5, "measurements before it says anything", ge=2)
+    r: PositiveQuantity = setting("10", "variance of a measurement", public=True)
+    min_points: int = setting(5, "measurements before it says anything", ge=2, le=10_000)
 
 
 class HoltWinters(PolicySection):
     """A level, a trend and a season."""
 
-    season_seconds: int = setting(86_400, "length of a season", unit="s", ge=60)
+    season_seconds: int = setting(86_400, "length of a season", unit="s", ge=60, le=31 * 86_400)
 
 
 class Predictor(PolicySection):
@@ -329,8 +545,14 @@ class CapacityCorrection(PolicySection):
     """Of a stored profile by what is measured."""
 
     enabled: bool = True
-    min: Quantity = setting("0.5", "least factor", public=True)
-    max: Quantity = setting("2", "largest factor", public=True)
+    min: PositiveQuantity = setting("0.5", "least factor", public=True)
+    max: PositiveQuantity = setting("2", "largest factor", public=True)
+
+    def faults(self) -> Iterator[Fault]:
+        """Factors in order."""
+        least, most = parse_quantity(self.min), parse_quantity(self.max)
+        if least > most:
+            yield Fault("min", f"{least} is more than max, {most}")
 
 
 class ProfileRef(PolicySection):
@@ -346,6 +568,11 @@ class CapacityModel(PolicySection):
     profile_ref: ProfileRef | None = None
     correction: CapacityCorrection = CapacityCorrection()
 
+    def faults(self) -> Iterator[Fault]:
+        """A profile where one is read."""
+        if self.source == "Profile" and self.profile_ref is None:
+            yield Fault("profileRef", "source Profile needs it")
+
 
 class Predictive(PolicySection):
     """A forecast sets a floor; reactive metrics act above it."""
@@ -357,12 +584,22 @@ class Predictive(PolicySection):
     capacity_model: CapacityModel = CapacityModel()
     apply: Literal["AsFloor"] = "AsFloor"
 
+    def faults(self) -> Iterator[Fault]:
+        """A season of two measurements at least."""
+        season = self.predictor.holt_winters.season_seconds
+        is_seasonal = self.predictor.type is PredictorType.HOLT_WINTERS
+        if is_seasonal and season < 2 * self.interval_seconds:
+            yield Fault(
+                "predictor.holtWinters.seasonSeconds",
+                f"{season} is less than two intervals of {self.interval_seconds} s",
+            )
+
 
 class LatencySlo(PolicySection):
     """One latency to be kept."""
 
     percentile: Literal["p50", "p90", "p95", "p99"] = "p95"
-    target_milliseconds: int = setting(..., "to be kept", unit="ms", gt=0)
+    target_milliseconds: int = setting(..., "to be kept", unit="ms", gt=0, le=86_400_000)
 
 
 class Slo(PolicySection):
@@ -383,7 +620,9 @@ class MetricsSource(PolicySection):
     """Where figures come from, and how old they may be."""
 
     source: Literal["Router", "Prometheus"] = "Router"
-    stale_after_seconds: int = setting(15, "older figures count as missing", unit="s", ge=1)
+    stale_after_seconds: int = setting(
+        15, "older figures count as missing", unit="s", ge=1, le=3600
+    )
     on_stale: OnStale = OnStale.HOLD_SCALE_DOWN
 
 
@@ -401,10 +640,12 @@ class PolicySpec(PolicySection):
     tick_seconds: int = setting(5, "between decisions", unit="s", ge=1, le=300)
     metrics: MetricsSource = MetricsSource()
     slo: Slo = Slo()
-    pools: tuple[Pool, ...] = setting(..., "one of each role", min_length=1, max_length=8)
+    pools: tuple[Pool, ...] = setting(..., "one of each role", max_length=8)
     ratio: Ratio = Ratio()
     budget: Budget = Budget()
-    schedules: tuple[Schedule, ...] = ()
+    schedules: tuple[Schedule, ...] = setting(
+        (), "other limits for some hours; where several hold the highest win", max_length=64
+    )
     predictive: Predictive = Predictive()
 
 
@@ -412,7 +653,9 @@ class Metadata(PolicySection):
     """Name of the policy."""
 
     name: str = setting(..., "name of the policy", public=True, min_length=1, max_length=253)
-    namespace: str = setting("default", "of Kubernetes", public=True)
+    namespace: str = setting("default", "of Kubernetes", public=True, min_length=1, max_length=63)
+    labels: dict[str, str] = setting({}, "for Kubernetes, read by nothing here", max_length=64)
+    annotations: dict[str, str] = setting({}, "likewise", max_length=64)
 
 
 class PoolAutoscalingPolicy(PolicySection):

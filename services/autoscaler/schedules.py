@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from services.autoscaler.cron import first_start
-from services.autoscaler.policy import Pool, Schedule
+from services.autoscaler.policy import PoolSize, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ def active_schedules(schedules: Sequence[Schedule], unix_s: float) -> tuple[Sche
     return tuple(s for s in schedules if window_start(s, unix_s) is not None)
 
 
-def limits_at(pool: Pool, schedules: Sequence[Schedule], unix_s: float) -> Limits:
+def limits_at(pool: PoolSize, schedules: Sequence[Schedule], unix_s: float) -> Limits:
     """Return a pool's limits at a moment."""
     return limits_under(pool, active_schedules(schedules, unix_s))
 
 
-def limits_under(pool: Pool, active: Sequence[Schedule]) -> Limits:
+def limits_under(pool: PoolSize, active: Sequence[Schedule]) -> Limits:
     """Return a pool's limits where these schedules hold.
 
     A limit that a schedule leaves out is the pool's own. So the least never exceeds the most: it

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.autoscaler.cron import check_cron, check_zone
+from services.autoscaler.cron import checked_cron, checked_zone
 from services.autoscaler.policy import (
     Metric,
     MetricTarget,
@@ -167,15 +167,15 @@ def test_a_schedule_can_lower_limits_and_leaves_other_pools_alone() -> None:
 )
 def test_what_is_no_schedule_is_told(text: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        check_cron(text)
+        checked_cron(text)
 
 
 @pytest.mark.parametrize("name", ["Europe/Berlim", "../etc/passwd", "", "Europe", "+01:00"])
 def test_an_unknown_time_zone_is_told(name: str) -> None:
     with pytest.raises(ValueError, match="no such time zone"):
-        check_zone(name)
+        checked_zone(name)
 
 
 def test_a_near_miss_of_a_time_zone_is_named() -> None:
     with pytest.raises(ValueError, match='did you mean "Europe/Berlin"'):
-        check_zone("Europe/Berlim")
+        checked_zone("Europe/Berlim")
