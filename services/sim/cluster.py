@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.sim.performance import PerformanceModel, default_model
@@ -34,6 +35,10 @@ class ClusterSpec:
     hint_loss: float = 0.0  # share of publishes that never arrive
     heartbeat_s: float = 0.5
     drain_s: float = 120.0  # for a worker to end what it has; the rest goes on elsewhere
+    # Seconds of a worker's start, by its name; inf = it never comes up. None = its model's.
+    startup: Callable[[str], float] | None = None
+    hold_s: float = 0.0  # a request waits so long at its router where nobody can take it
+    max_held: int = 256  # such requests at once; more are refused
 
     def __post_init__(self) -> None:
         sizes = self.sizes()
@@ -46,6 +51,8 @@ class ClusterSpec:
             raise ValueError("each of two pools needs a worker")
         if self.num_routers < 1:
             raise ValueError("a cluster needs a router")
+        if min(self.drain_s, self.hold_s, self.max_held) < 0:
+            raise ValueError("no time or number of a cluster's requests is negative")
 
     def sizes(self) -> dict[str, int]:
         """Return the number of workers of each pool."""

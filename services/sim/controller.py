@@ -61,6 +61,7 @@ class Observation:
     ended: Sequence[Served]  # since then
     arrived_tokens: int = 0  # of their prompts, to be computed
     ttfts_s: Sequence[float] = ()  # of first tokens since then, the wait in queues included
+    num_held: int = 0  # requests that wait at routers until anybody can take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Orders:
     """What is to change."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)  # by pool; those that start count
-    leaving: Sequence[str] = ()  # workers by name that go before all others of their pool
+    leaving: Sequence[str] = ()  # workers by name; whom a size asks for besides, it gets anew
     moves: Mapping[str, str] = field(default_factory=dict)  # workers that go to another pool
 
 
@@ -81,7 +82,7 @@ class Controller(Protocol):
         ...
 
     def orders(self, seen: Observation) -> Orders:
-        """Return what is to change now; moves come before sizes."""
+        """Return what is to change now: first who moves, then who leaves, then sizes."""
         ...
 
 

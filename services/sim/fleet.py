@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from services.common.ids import WorkerId
@@ -138,14 +137,12 @@ class Fleet:
         member.pool, member.since = pool, self.time.now
         self._begin_anew(member, view.up_since)
 
-    def victims(self, pool: str, count: int, leaving: Collection[str] = ()) -> list[Member]:
-        """Choose who goes: `leaving`, then who still starts, newest first, then the least KV."""
+    def victims(self, pool: str, count: int) -> list[Member]:
+        """Choose who goes: those that still start, newest first, then those with the least KV."""
         starting = [m for m in self.members if m.pool == pool and m.state == STARTING]
         live = [m for m in self.at.values() if m.pool == pool and m.state == LIVE]
         live.sort(key=lambda m: (m.worker.held_tokens, m.slot))
-        ordered = [*reversed(starting), *live]
-        ordered.sort(key=lambda m: m.worker_id not in leaving)
-        return ordered[:count]
+        return [*reversed(starting), *live][:count]
 
     def state_of(self, pool: str) -> PoolState:
         """Sum up one pool."""

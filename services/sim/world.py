@@ -74,6 +74,7 @@ class World:
     _num_seen: int = 0  # arrivals, at the last tick
     _ended: list[Request] = field(default_factory=list)  # since then
     _ttfts_s: list[float] = field(default_factory=list)  # of first tokens since then
+    _held: dict[int, Request] = field(default_factory=dict)  # nobody can take them now
 
     def __post_init__(self) -> None:
         lost, is_hinted = random.Random(f"{self.seed}/lost"), self.rule in HINTED
@@ -108,6 +109,7 @@ class World:
         """Raise AssertionError unless everything begun has ended and been released."""
         assert not self._open
         assert not self._to_come
+        assert not self._held
         assert len(self.fleet.twin.reservations) == 0
         for member in self.fleet.at.values():
             member.worker.check_integrity()
@@ -156,6 +158,7 @@ class World:
             tuple(map(served_of, self._ended)),
             sum(r.uncached_hint or r.prompt_tokens for r in arrived),  # 0 = nobody took it
             tuple(self._ttfts_s),
+            len(self._held),
         )
         self._num_seen += len(arrived)
         self._ended.clear()
@@ -169,31 +172,44 @@ class World:
             member = next((m for m in self.fleet.at.values() if m.worker_id == name), None)
             if member is not None and member.state == LIVE:
                 self.fleet.move(member, pool)
+        leaving = set(orders.leaving)
+        for member in [m for m in self.fleet.members if m.worker_id in leaving]:
+            self._let_leave(member)
         for pool, size in orders.sizes.items():
             self._check_pool(pool)
-            self._resize(pool, size - self.fleet.state_of(pool).size, orders.leaving)
+            self._resize(pool, size - self.fleet.state_of(pool).size)
 
     def _check_pool(self, pool: str) -> None:
         if not self.spec.sizes()[pool]:
             raise ValueError(f"this cluster has no {pool} pool")
 
-    def _resize(self, pool: str, difference: int, leaving: Sequence[str]) -> None:
-        ready_at = self.time.now + self.spec.model.startup_s
+    def _resize(self, pool: str, difference: int) -> None:
+        startup = self.spec.startup
         for _ in range(difference):
             member = self.fleet.add(pool, Worker(self.workload, self.spec.model))
-            self.time.at(ready_at, lambda m=member: self._ready(m))  # type: ignore[misc]
-        for member in self.fleet.victims(pool, max(0, -difference), leaving):
-            if member.state == STARTING:
-                self.fleet.remove(member)
-                continue
+            start_s = self.spec.model.startup_s if startup is None else startup(member.worker_id)
+            if start_s < math.inf:
+                ready_at = self.time.now + start_s
+                self.time.at(ready_at, lambda m=member: self._ready(m))  # type: ignore[misc]
+        for member in self.fleet.victims(pool, max(0, -difference)):
+            self._let_leave(member)
+
+    def _let_leave(self, member: Member) -> None:
+        if member.state == STARTING:
+            self.fleet.remove(member)
+        elif member.state == LIVE:
             self.fleet.drain(member)
-            deadline = self.time.now + self.spec.drain_s
-            self.time.at(deadline, lambda m=member: self._end_drain(m))  # type: ignore[misc]
+            self.time.at(self.time.now + self.spec.drain_s, lambda: self._end_drain(member))
             self._leave_if_done(member)
 
     def _ready(self, member: Member) -> None:
-        if member.state == STARTING:
-            self.fleet.ready(member)
+        if member.state != STARTING:
+            return
+        self.fleet.ready(member)
+        held = sorted(self._held.values(), key=lambda r: r.router)
+        self._held.clear()
+        for router, requests in groupby(held, key=lambda r: r.router):
+            self._send(router, list(requests))
 
     def _leave_if_done(self, member: Member) -> None:
         if member.state == DRAINING and member.worker.is_idle:
@@ -306,7 +322,7 @@ class World:
             request.leg += 1
             request.stage = Stage.PREFILL
             if slot is None:
-                self._end(request, REFUSED)
+                self._hold(request)
                 continue
             member = self.fleet.at[slot]
             request.prefill_slot, request.prefill_worker = slot, member.worker_id
@@ -316,6 +332,20 @@ class World:
             member.worker.submit(request, self.time.now)
             self.fleet.beat_later(slot)
             self._plan(member)
+
+    def _hold(self, request: Request) -> None:
+        """Keep what nobody can take, as long as routers do."""
+        if not self.spec.hold_s or len(self._held) >= self.spec.max_held:
+            self._end(request, REFUSED)
+            return
+        self._held[request.number] = request
+        request.prefill_slot = None
+        leg = request.leg
+        self.time.at(self.time.now + self.spec.hold_s, lambda: self._give_up(request, leg))
+
+    def _give_up(self, request: Request, leg: int) -> None:
+        if request.leg == leg and self._held.pop(request.number, None) is not None:
+            self._end(request, REFUSED)
 
     def _send_again(self, request: Request) -> None:
         """Begin anew elsewhere; what the client has is part of the prompt now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.router.policy import PolicyConfig
+from services.router.view import LIVE
 from services.sim import timeline
 from services.sim.cluster import AGGREGATED, DECODE, PREFILL, ClusterSpec, Group
 from services.sim.controller import Change, Controller, Failure, Observation, Orders, Schedule
-from services.sim.fleet import GONE
+from services.sim.fleet import GONE, STARTING
 from services.sim.performance import PerformanceModel, default_model
 from services.sim.placement import OURS, POLICIES, ROUND_ROBIN
 from services.sim.report import LOST, OK, REFUSED, SimReport
@@ -247,25 +249,28 @@ def test_a_controller_sees_first_tokens_work_and_every_worker() -> None:
 
 
 @dataclass(slots=True)
-class Once:
-    """Gives one order, at its time."""
+class Planned:
+    """Gives each order once, at its time."""
 
-    at_s: float
-    order: Orders
+    plans: list[tuple[float, Orders]]
     tick_s: float = 1.0
-    is_given: bool = False
+    seen: list[Observation] = field(default_factory=list)
 
     def orders(self, seen: Observation) -> Orders:
-        """Give it when it is time, and nothing before or after."""
-        if self.is_given or seen.now < self.at_s:
-            return Orders()
-        self.is_given = True
-        return self.order
+        """Give the next one that is due."""
+        self.seen.append(seen)
+        is_due = self.plans and self.plans[0][0] <= seen.now
+        return self.plans.pop(0)[1] if is_due else Orders()
+
+    def states(self, at_s: float, pool: str) -> dict[str, str]:
+        """Return the state of each worker of a pool at a moment."""
+        (found,) = (o for o in self.seen if o.now == at_s)
+        return {worker.name: worker.state for worker in found.pools[pool].workers}
 
 
 @pytest.mark.parametrize("policy", [OURS, ROUND_ROBIN])
 def test_a_worker_that_moves_ends_what_it_has_and_serves_in_its_new_pool(policy: str) -> None:
-    moved = Once(5.0, Orders({DECODE: 2}, moves={"decode-0": PREFILL}))
+    moved = Planned([(5.0, Orders({DECODE: 2}, moves={"decode-0": PREFILL}))])
     world, report = run(spec_of(1, 2), policy=policy, controller=moved)
     assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
     assert [m.worker_id for m in world.fleet.members if m.pool == DECODE] == [
@@ -282,10 +287,48 @@ def test_a_worker_that_moves_ends_what_it_has_and_serves_in_its_new_pool(policy:
 
 
 def test_those_go_first_who_are_named() -> None:
-    named = Once(5.0, Orders({DECODE: 2}, leaving=("decode-2", "decode-9")))
+    named = Planned([(5.0, Orders({DECODE: 2}, leaving=("decode-2", "decode-9")))])
     world, _ = run(spec_of(2, 3), controller=named)
     gone = [m.worker_id for m in world.fleet.members if m.gone_at is not None]
     assert gone == ["decode-2"]
+
+
+def test_one_that_leaves_is_replaced_where_the_size_stays() -> None:
+    """A start that hangs for ever does not keep its place: another one is tried."""
+    times = {"decode-2": math.inf, "decode-3": 4.0}
+    spec = spec_of(startup=lambda name: times.get(name, 1.0))
+    wanted = Planned([(1.0, Orders({DECODE: 4})), (9.0, Orders({DECODE: 4}, ("decode-2",)))])
+    world, _ = run(spec, controller=wanted)
+    states = {at_s: wanted.states(at_s, DECODE) for at_s in (4.0, 6.0, 11.0)}
+    assert states[4.0] == {
+        **dict.fromkeys(("decode-0", "decode-1"), LIVE),
+        **dict.fromkeys(("decode-2", "decode-3"), STARTING),
+    }
+    assert [name for name, state in states[6.0].items() if state == STARTING] == ["decode-2"]
+    assert sorted(states[11.0]) == ["decode-0", "decode-1", "decode-3", "decode-4"]
+    assert set(states[11.0].values()) == {LIVE}
+    (stuck,) = (m for m in world.fleet.members if m.worker_id == "decode-2")
+    assert stuck.gone_at == 9.0
+
+
+def test_pools_go_to_zero_and_requests_wait_until_they_are_back() -> None:
+    load = replace(LOAD, arrivals=(*LOAD.arrivals[:30], Arrival(30.0, 600, 50, (9001, 9002))))
+    none, one = Orders({PREFILL: 0, DECODE: 0}), Orders({PREFILL: 1, DECODE: 1})
+    wanted = Planned([(20.0, none), (31.0, one)])
+    report = run(spec_of(hold_s=60.0), load, controller=wanted)[1]
+    assert {r.status for r in report.requests} == {OK}
+    seen = {o.now: o for o in wanted.seen}
+    assert sum(state.size for state in seen[25.0].pools.values()) == 0
+    assert [seen[at_s].num_held for at_s in (25.0, 31.0)] == [0, 1]
+    ttft_s = report.requests[-1].ttft_s
+    assert ttft_s is not None
+    assert 3.0 < ttft_s < 4.0  # a second until the tick, two of the start
+    assert report.pools[PREFILL].provisioned_s < 2 * 20 + 10
+    tries: list[dict[str, Any]] = [{"hold_s": 0.5}, {"hold_s": 60.0, "max_held": 0}, {}]
+    for limits in tries:
+        again = Planned([(20.0, none), (31.0, one)])
+        late = run(spec_of(**limits), load, controller=again)[1]
+        assert [r.status for r in late.requests] == [OK] * 30 + [REFUSED]
 
 
 def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
@@ -293,6 +336,28 @@ def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
         run(spec_of(), controller=schedule((0.0, AGGREGATED, 1)))
     with pytest.raises(ValueError, match="none of"):
         schedule((0.0, "both", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Follows a schedule, and at some moments has a worker leave or change its pool."""
+
+    schedule: Schedule
+    moves: list[tuple[int, int, bool]]
+    tick_s: float = 1.0
+
+    def orders(self, seen: Observation) -> Orders:
+        """Move one at most at a moment."""
+        orders = self.schedule.orders(seen)
+        workers = [(pool, w.name) for pool, state in seen.pools.items() for w in state.workers]
+        for at_s, which, is_move in self.moves:
+            if at_s == seen.now and workers:
+                pool, name = workers[which % len(workers)]
+                other = {PREFILL: DECODE, DECODE: PREFILL}.get(pool)
+                if is_move and other is not None:
+                    return replace(orders, moves={name: other})
+                return replace(orders, leaving=(name,))
+        return orders
 
 
 @settings(
@@ -308,6 +373,7 @@ def test_a_pool_that_is_not_there_cannot_be_resized() -> None:
         st.tuples(st.floats(0, 20), st.integers(0, 3), st.sampled_from((0.0, 0.7))), max_size=4
     ),
     st.lists(st.tuples(st.floats(0, 20), st.integers(0, 1), st.integers(1, 4)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=4),
     st.sampled_from((0.2, 60.0)),
 )
 def test_whatever_dies_or_drains_every_request_ends_once_and_nothing_leaks(
@@ -315,15 +381,17 @@ def test_whatever_dies_or_drains_every_request_ends_once_and_nothing_leaks(
     is_one: bool,
     deaths: list[tuple[float, int, float]],
     sizes: list[tuple[float, int, int]],
+    moves: list[tuple[int, int, bool]],
     drain_s: float,
 ) -> None:
     pools = (AGGREGATED, AGGREGATED) if is_one else (PREFILL, DECODE)
     tight = kind(kv_blocks=600, startup_s=0.5)  # a few answers at once, so that some wait for room
     spec = replace(spec_of(), model=tight, drain_s=drain_s, hint_loss=0.1, num_routers=2)
+    spec = replace(spec, hold_s=drain_s)
     if is_one:
         spec = replace(spec, num_prefill=0, num_decode=0, num_aggregated=3)
     failures = tuple(Failure(at, f"{pools[i % 2]}-{i // 2}", notice) for at, i, notice in deaths)
-    wanted = schedule(*((at, pools[pool], size) for at, pool, size in sizes))
+    wanted = Mover(schedule(*((at, pools[pool], size) for at, pool, size in sizes)), moves)
     _, report = run(spec, policy=policy, controller=wanted, failures=failures)
     if not deaths:
         assert {r.num_losses for r in report.requests} == {0}
