@@ -99,7 +99,7 @@ class MetricTarget(PolicySection):
 
     def faults(self) -> Iterator[Fault]:
         """Exactly the field of the type."""
-        for target_type, field in _TARGET_FIELDS.items():
+        for target_type, field in TARGET_FIELDS.items():
             key, given = to_camel(field), getattr(self, field)
             if target_type is self.type and given is None:
                 yield Fault(key, f"type {self.type} needs it")
@@ -111,10 +111,10 @@ class MetricTarget(PolicySection):
         """What is held; of type Utilization as a share of 1."""
         if self.type is TargetType.UTILIZATION:
             return Decimal(self.average_utilization or 0) / 100
-        return parse_quantity(getattr(self, _TARGET_FIELDS[self.type]))
+        return parse_quantity(getattr(self, TARGET_FIELDS[self.type]))
 
 
-_TARGET_FIELDS = {
+TARGET_FIELDS = {
     TargetType.VALUE: "value",
     TargetType.AVERAGE_VALUE: "average_value",
     TargetType.UTILIZATION: "average_utilization",
@@ -337,7 +337,11 @@ class PoolSize(PolicySection):
     """How large a pool may be, and what a replica takes: all that other sections look at."""
 
     name: str = setting(
-        ..., "unique in the file", public=True, pattern="^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+        ...,
+        "unique in the file",
+        public=True,
+        max_length=63,
+        pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
     )
     role: Role
     min_replicas: int = setting(1, "never fewer", ge=0, le=MAX_REPLICAS)

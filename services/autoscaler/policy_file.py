@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
@@ -144,21 +143,25 @@ def _message(item: ErrorDetails) -> str:
 def _known_keys(loc: Sequence[int | str]) -> list[str]:
     """Return the keys of the section at a place."""
     kind: object = PoolAutoscalingPolicy
+    is_name = False  # of a mapping, whose keys are not ours
     for part in loc:
-        kind = _within(kind, part)
-    return _keys(kind) if isinstance(kind, type) and issubclass(kind, PolicySection) else []
+        if isinstance(part, int) or is_name:
+            is_name = False
+            continue
+        section = section_of(kind)
+        infos = [] if section is None else list(section.model_fields.values())
+        kind = next((info.annotation for info in infos if info.alias == part), None)
+        is_name = get_origin(kind) is dict
+    section = section_of(kind)
+    return [] if section is None else _keys(section)
 
 
-def _within(kind: object, part: int | str) -> object:
-    if isinstance(kind, type) and issubclass(kind, PolicySection):
-        found = [info.annotation for info in kind.model_fields.values() if info.alias == part]
-        inner: object = found[0] if found else None
-    else:
-        # A list has one kind of element, a mapping its kind of value after that of its keys.
-        args = get_args(kind)
-        inner = args[1] if get_origin(kind) is dict else args[0] if args else None
-    optional = [arg for arg in get_args(inner) if arg is not NoneType]
-    return optional[0] if NoneType in get_args(inner) else inner
+def section_of(annotation: object) -> type[PolicySection] | None:
+    """Return the section that a field holds, maybe several of, maybe none; None = plain values."""
+    if isinstance(annotation, type) and issubclass(annotation, PolicySection):
+        return annotation
+    inner = (section_of(part) for part in get_args(annotation))
+    return next((section for section in inner if section is not None), None)
 
 
 def _keys(kind: type[PolicySection]) -> list[str]:
