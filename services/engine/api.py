@@ -302,6 +302,9 @@ class EngineLoad:
     blocks_attached: int = 0  # of peers' pools, read in place; in no other count
     attach_moved: int = 0  # attached blocks moved into our pool
     attach_changed: int = 0  # work items whose attached blocks changed under them
+    prefill_tokens: int = 0  # computed since the start, as the next two without the first steps
+    decode_tokens: int = 0
+    busy_s: float = 0.0  # in steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,9 @@ class Scheduler:
             blocks_attached=sum(seq.attached.num_left for seq in self._attached if seq.attached),
             attach_moved=self.stats.attach_moved,
             attach_changed=self.stats.attach_changed,
+            prefill_tokens=self.stats.prefill_tokens,
+            decode_tokens=self.stats.decode_tokens,
+            busy_s=self.stats.busy_s,
         )
 
     # -- commands --------------------------------------------------------------------------

@@ -45,6 +45,9 @@ class EngineStats:
     def __init__(self) -> None:
         self.steps = 0
         self.preemptions = 0
+        self.prefill_tokens = 0  # of the steps that count
+        self.decode_tokens = 0
+        self.busy_s = 0.0
         self.attach_moved = 0  # blocks
         self.attach_changed = 0  # sequences
         self.unpinned = 0  # blocks a hand-off gave back before its end
@@ -63,6 +66,9 @@ class EngineStats:
         self.steps += 1
         if self.steps <= _WARMUP_STEPS or elapsed_s <= 0:
             return
+        self.prefill_tokens += num_prefill
+        self.decode_tokens += num_decode
+        self.busy_s += elapsed_s
         self._step_s.add(elapsed_s)
         if not num_prefill:
             self._decode_us.add(float(resident_tokens), elapsed_s * 1e6)

@@ -743,6 +743,9 @@ class StatusResponse(_message.Message):
     VERIFY_DIGEST_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     METRICS_PORT_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    BUSY_US_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     slot: _builtins.int
@@ -768,6 +771,13 @@ class StatusResponse(_message.Message):
     pid: _builtins.int
     metrics_port: _builtins.int
     """of /metrics; 0 = not served"""
+    prefill_tokens: _builtins.int
+    """Since the start, without the first steps, which say nothing of its speed.
+    computed, of prompts
+    """
+    decode_tokens: _builtins.int
+    busy_us: _builtins.int
+    """in steps"""
     @_builtins.property
     def role(self) -> _common_pb2.RoleWeights: ...
     @_builtins.property
@@ -802,10 +812,13 @@ class StatusResponse(_message.Message):
         verify_digest: _builtins.str = ...,
         pid: _builtins.int = ...,
         metrics_port: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        busy_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "device", b"device", "incarnation", b"incarnation", "kernel_path", b"kernel_path", "kv_identity_fp", b"kv_identity_fp", "load", b"load", "metrics_port", b"metrics_port", "model", b"model", "pid", b"pid", "planes", b"planes", "preemptions", b"preemptions", "requests_open", b"requests_open", "role", b"role", "slot", b"slot", "slot_gen", b"slot_gen", "state", b"state", "steps", b"steps", "transfers_open", b"transfers_open", "verify_digest", b"verify_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_total", b"blocks_total", "busy_us", b"busy_us", "decode_tokens", b"decode_tokens", "device", b"device", "incarnation", b"incarnation", "kernel_path", b"kernel_path", "kv_identity_fp", b"kv_identity_fp", "load", b"load", "metrics_port", b"metrics_port", "model", b"model", "pid", b"pid", "planes", b"planes", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "requests_open", b"requests_open", "role", b"role", "slot", b"slot", "slot_gen", b"slot_gen", "state", b"state", "steps", b"steps", "transfers_open", b"transfers_open", "verify_digest", b"verify_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -222,6 +222,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             verify_digest=self._status.verify_digest,
             pid=os.getpid(),
             metrics_port=self._status.metrics_port(),
+            prefill_tokens=load.prefill_tokens,
+            decode_tokens=load.decode_tokens,
+            busy_us=round(load.busy_s * 1e6),
         )
 
     async def Drain(
