@@ -38,29 +38,29 @@ class Snapshot:
 
 def parse_status(answer: object) -> str:
     """Return the word a script answered with."""
-    return _word(_items(answer)[0])
+    return word_of(items_of(answer)[0])
 
 
 def parse_join(answer: object) -> JoinAnswer:
     """Read a join's answer."""
-    items = _items(answer)
-    outcome = _word(items[0])
+    items = items_of(answer)
+    outcome = word_of(items[0])
     if outcome == "OK" and len(items) == 3:
-        return JoinAnswer(outcome, _number(items[1]), _number(items[2]))
+        return JoinAnswer(outcome, number_of(items[1]), number_of(items[2]))
     if outcome == "VERSION" and len(items) == 2:
-        return JoinAnswer(outcome, detail=_word(items[1]))
+        return JoinAnswer(outcome, detail=word_of(items[1]))
     return JoinAnswer(outcome)
 
 
 def parse_snapshot(answer: object, known: Mapping[int, WorkerInfo], known_version: str) -> Snapshot:
     """Read a snapshot; `known` infos are used when the store left them out."""
-    items = _items(answer)
+    items = items_of(answer)
     if len(items) != 4:
         raise StoreUnavailable("the store answered with a snapshot in an unknown form")
-    now_ms, version = _number(items[0]), _word(items[1])
-    infos = dict(known) if version == known_version else _infos(_items(items[3], empty=True))
+    now_ms, version = number_of(items[0]), word_of(items[1])
+    infos = dict(known) if version == known_version else _infos(items_of(items[3], empty=True))
     records = []
-    for key, value in _pairs(_items(items[2], empty=True)):
+    for key, value in _pairs(items_of(items[2], empty=True)):
         slot = _slot(key)
         packed = unpack_record(value) if isinstance(value, bytes) else None
         info = infos.get(slot) if slot is not None else None
@@ -73,20 +73,20 @@ def parse_snapshot(answer: object, known: Mapping[int, WorkerInfo], known_versio
 
 def parse_route(answer: object, num_asks: int) -> tuple[Verdict | None, ...]:
     """Read a decision for each request; None where no candidate was left."""
-    items = _items(answer)
+    items = items_of(answer)
     if len(items) != num_asks:
         raise StoreUnavailable("the store decided for another number of requests")
-    return tuple(_verdict(_items(item)) for item in items)
+    return tuple(_verdict(items_of(item)) for item in items)
 
 
 def _verdict(items: Sequence[object]) -> Verdict | None:
-    if _word(items[0]) == "NONE":
+    if word_of(items[0]) == "NONE":
         return None
     packed = items[3] if len(items) == 4 else None
     if not isinstance(packed, bytes) or not packed or len(packed) % _OPTION.size:
         raise StoreUnavailable("the store answered a decision in an unknown form")
     options = tuple(_option(row) for row in _OPTION.iter_unpack(packed))
-    return Verdict(options, _number(items[2]) == 1)
+    return Verdict(options, number_of(items[2]) == 1)
 
 
 def _option(row: tuple[Any, ...]) -> Option:
@@ -108,7 +108,8 @@ def _infos(flat: Sequence[object]) -> dict[int, WorkerInfo]:
     return infos
 
 
-def _items(answer: object, *, empty: bool = False) -> Sequence[object]:
+def items_of(answer: object, *, empty: bool = False) -> Sequence[object]:
+    """Return the items of an answer; raises StoreUnavailable if it has none."""
     if not isinstance(answer, list) or not (answer or empty):
         raise StoreUnavailable("the store answered a script in an unknown form")
     return answer
@@ -118,7 +119,8 @@ def _pairs(flat: Sequence[object]) -> list[tuple[object, object]]:
     return list(zip(flat[::2], flat[1::2], strict=False))
 
 
-def _word(value: object) -> str:
+def word_of(value: object) -> str:
+    """Return a value as text."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -126,7 +128,8 @@ def _slot(value: object) -> int | None:
     return int(value) if isinstance(value, bytes) and value.isdigit() else None
 
 
-def _number(value: object) -> int:
+def number_of(value: object) -> int:
+    """Return a value as a number; raises StoreUnavailable if it is none."""
     try:
         return int(value)  # type: ignore[call-overload,no-any-return]  # any RESP scalar
     except (TypeError, ValueError):

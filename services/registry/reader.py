@@ -19,7 +19,7 @@ from services.registry.scripts import Invocation, RouteAsk, ScriptCalls
 from services.registry.store_client import AsyncStore, StoreAddress
 
 _LAST_SHARE = 0.2  # of a deadline, which begins when the rest of it was seen to pass
-SCRIPTS = ("snapshot", "route", "release", "hold", "limits")  # that a router runs
+SCRIPTS = ("snapshot", "route", "release", "hold", "limits", "tell")  # that a router runs
 
 
 class RegistryReader(Protocol):

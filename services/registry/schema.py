@@ -13,6 +13,8 @@ One hash tag per base model, so that every key of a model lives in one cluster s
   isthmus:{ns}:q    slot -> 40 packed bytes: reserved work that no report shows yet
   isthmus:{ns}:r:R  one reservation: slot, slot_gen, epoch, prefill tokens, resident tokens
   isthmus:{ns}:rz   (slot, slot_gen, R) by expiry, for reservations that nobody releases
+  isthmus:{ns}:rt   router id -> when it spoke, and JSON of what it counted, for the autoscaler
+  isthmus:{ns}:as   the autoscaler: its lease, its state, what it tells routers
 Budgets of tenants are of no model: isthmus:{limits}:lim:NAME (services/registry/limits.py).
 """
 
