@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.gateway.grpc_spec import timing_message
 from services.pb import admin_pb2, common_pb2
+from services.registry.brief import AutoscalerBrief
 from services.router.policy import Decision, Terms
 from services.router.reports import WINDOW_S, Latencies, RequestReport, RunningRequest, Totals
 from services.router.timing import STAGES
@@ -32,6 +33,30 @@ def worker_message(worker: WorkerView, lease_ms: int) -> admin_pb2.WorkerView:
         load=load,
         model=worker.info.model,
         weights_digest=worker.info.weights_digest,
+    )
+
+
+def autoscaler_message(brief: AutoscalerBrief | None) -> admin_pb2.Autoscaler | None:
+    """Show what the autoscaler last said; None while none is at work."""
+    if brief is None:
+        return None
+    return admin_pb2.Autoscaler(
+        policy=brief.policy,
+        mode=brief.mode,
+        at_unix_ms=brief.at_unix_ms,
+        pools=[
+            admin_pb2.AutoscaledPool(
+                pool=pool.pool,
+                ready=pool.ready,
+                pending=pool.pending,
+                draining=pool.draining,
+                desired=pool.desired,
+                limited_by=pool.limited_by,
+                reason=pool.reason,
+            )
+            for pool in brief.pools
+        ],
+        conditions=brief.conditions,
     )
 
 

@@ -15,6 +15,7 @@ from services.common.clock import Clock
 from services.common.errors import ConfigError, IsthmusError, RequestError
 from services.common.ids import new_request_id
 from services.gateway.admin_messages import (
+    autoscaler_message,
     latencies_message,
     report_message,
     running_message,
@@ -25,6 +26,7 @@ from services.gateway.errors import internal_error
 from services.gateway.grpc_call import AnyContext, abort
 from services.gateway.traffic_control import TrafficControl
 from services.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.registry.brief import AutoscalerBrief
 from services.router.model_set import ModelSet
 from services.router.traffic import names_of, parse_table, resolve
 from services.router.view import WorkerView
@@ -51,6 +53,7 @@ class AdminConfig:
     describe: Callable[[], Mapping[str, bytes]] = dict  # this process, for a bundle
     processes: int = 1  # that share the port
     traffic: TrafficControl | None = None  # None = this process has no rules to change
+    scaling: Callable[[], AutoscalerBrief | None] = lambda: None  # of the default model
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -293,6 +296,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             degraded_reason=reason,
             totals=totals_message(router.totals(), self._clock.now() - self._started),
             recent=latencies_message(router.latencies()),
+            autoscaler=autoscaler_message(self._config.scaling()),
         )
 
     def _requests(self) -> admin_pb2.ListRequestsResponse:

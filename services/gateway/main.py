@@ -33,7 +33,8 @@ from services.kv.hashing import check_reference_vector
 from services.pb import admin_pb2, admin_pb2_grpc
 from services.registry.limits import LimitStore
 from services.registry.reader import RedisRegistryReader, reader_config
-from services.registry.schema import namespace_of
+from services.registry.scaling import ScalingStore
+from services.registry.schema import Keys, namespace_of
 from services.registry.store_client import store_address
 from services.router.config import LinkConfig, LinkTls, RouterConfig, admission_config
 from services.router.dispatch import Router
@@ -42,6 +43,7 @@ from services.router.hooks import MetricsHooks, RouterHooks
 from services.router.model_set import ModelSet
 from services.router.policy import PolicyConfig
 from services.router.reports import RecentRequests
+from services.router.scaling_link import ScalingLink
 from services.runtime.open_files import ensure_open_files
 from services.runtime.run import Phases, run_service
 from services.runtime.tls import cluster_identity, door_identity
@@ -101,7 +103,7 @@ class _Served:
 
 def _routers(
     served: Sequence[_Served], config: RouterConfig, clock: Clock, hooks: RouterHooks
-) -> ModelSet:
+) -> list[Router]:
     """Make a router for every model."""
     first: dict[str, str] = {}  # name of a model by its weights
     for manifest in (model.manifest for model in served):
@@ -113,12 +115,14 @@ def _routers(
             )
         first[manifest.weights_digest] = manifest.name
     recent = RecentRequests(config.max_reports)
-    return ModelSet(
-        [
-            Router(config, model.manifest, model.text, model.reader, clock, hooks, recent)
-            for model in served
-        ]
-    )
+    return [
+        Router(config, model.manifest, model.text, model.reader, clock, hooks, recent)
+        for model in served
+    ]
+
+
+def _scaling_store(model: _Served) -> ScalingStore:
+    return ScalingStore(Keys(namespace_of(model.manifest.weights_digest)), model.reader.run)
 
 
 class _RouterProcess:
@@ -147,7 +151,7 @@ class _RouterProcess:
         traffic = TrafficControl(
             Path(settings.traffic_file) if settings.traffic_file else None, clock
         )
-        self._router = _routers(
+        routers = _routers(
             served,
             RouterConfig(
                 router_id=router_id,
@@ -166,6 +170,11 @@ class _RouterProcess:
             clock,
             MetricsHooks(self._metrics),
         )
+        self._router = ModelSet(routers)
+        self._scaling = [
+            ScalingLink(router, _scaling_store(model), clock)
+            for router, model in zip(routers, served, strict=True)
+        ]
         admin = AdminServicer(
             self._router,
             clock,
@@ -174,11 +183,14 @@ class _RouterProcess:
                 describe=lambda: process_files(public_values(config), self._metrics),
                 processes=settings.processes,
                 traffic=traffic,
+                scaling=lambda: self._scaling[0].brief,
             ),
         )
         trace_ids = TraceIds()
         self._gateway = GatewayServer(
-            ObservedRouter(self._router, self._tracing, self._metrics, clock, trace_ids),
+            ObservedRouter(
+                self._router, self._tracing, self._metrics, clock, trace_ids, self._router.note_gaps
+            ),
             first.text,
             first.manifest,
             GatewayConfig(
@@ -216,6 +228,8 @@ class _RouterProcess:
         settings = self._config.router
         check_reference_vector()
         await self._router.start()
+        for link in self._scaling:
+            await link.start()
         ports = await self._gateway.start(
             join_host_port(settings.grpc_host, settings.grpc_port),
             join_host_port(settings.http_host, settings.http_port),
@@ -249,6 +263,7 @@ class _RouterProcess:
 
     async def stop(self) -> None:
         """End what is left, with a code its clients get to see, and let go of everything."""
+        await asyncio.gather(*(link.stop() for link in self._scaling))
         await self._router.stop()
         await self._gateway.stop(_LAST_WORDS_S)
         for reader in self._readers:

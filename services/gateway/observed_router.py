@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import sub
 
@@ -24,6 +24,7 @@ from services.telemetry import catalog
 from services.telemetry.metrics import Metrics
 from services.telemetry.tracing import Span, Tracing
 
+NoteGaps = Callable[[str, Sequence[float]], None]  # of a model
 _GAPS_AT_ONCE = 32  # of a request's gaps between tokens: the metrics are that much behind
 
 
@@ -37,8 +38,10 @@ class ObservedRouter:
         metrics: Metrics,
         clock: Clock,
         trace_ids: TraceIds,
+        note_gaps: NoteGaps | None = None,
     ) -> None:
         self._inner = inner
+        self._note_gaps = note_gaps
         self._trace_ids = trace_ids
         self._tracing = tracing
         self._metrics = metrics
@@ -68,7 +71,7 @@ class ObservedRouter:
         )
         self._trace_ids.put(call.request_id, span.trace_id)
         outcome = "cancelled"
-        gaps = _Gaps(self._metrics, self._clock)
+        gaps = _Gaps(self._metrics, self._clock, call.model, self._note_gaps)
 
         async def note_and_write(outputs: Sequence[RouterOutput]) -> None:
             nonlocal outcome
@@ -145,8 +148,12 @@ class ObservedRouter:
 class _Gaps:
     """Times between the frames of one request."""
 
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, metrics: Metrics, clock: Clock, model: str, note_gaps: NoteGaps | None
+    ) -> None:
         self._metrics = metrics
+        self._model = model
+        self._note_gaps = note_gaps
         self._gaps_s: list[float] = []  # not in the metrics yet
         self._clock = clock
         self._first: float | None = None
@@ -184,6 +191,8 @@ class _Gaps:
     def flush(self) -> None:
         """Put what was noted into the metrics."""
         self._metrics.observe_all(catalog.ITL, self._gaps_s)
+        if self._note_gaps is not None:
+            self._note_gaps(self._model, self._gaps_s)
         self._gaps_s.clear()
 
     def end(self, mode: str) -> float | None:

@@ -103,6 +103,7 @@ class ClusterStatusResponse(_message.Message):
     RECENT_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    AUTOSCALER_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     model: _builtins.str
     """the default one"""
@@ -122,6 +123,10 @@ class ClusterStatusResponse(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """all this router serves, the default one first"""
 
+    @_builtins.property
+    def autoscaler(self) -> Global___Autoscaler:
+        """of the default model; absent while none is at work"""
+
     def __init__(
         self,
         *,
@@ -135,14 +140,91 @@ class ClusterStatusResponse(_message.Message):
         recent: Global___Latencies | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         processes: _builtins.int = ...,
+        autoscaler: Global___Autoscaler | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["recent", b"recent", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "recent", b"recent", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "models", b"models", "processes", b"processes", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "degraded", b"degraded", "degraded_reason", b"degraded_reason", "model", b"model", "models", b"models", "processes", b"processes", "recent", b"recent", "requests_open", b"requests_open", "router_id", b"router_id", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatusResponse: _TypeAlias = ClusterStatusResponse  # noqa: Y015
+
+@_typing.final
+class Autoscaler(_message.Message):
+    """After the last decision that this router has heard of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    mode: _builtins.str
+    """Auto, DryRun, Paused"""
+    at_unix_ms: _builtins.int
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___AutoscaledPool]: ...
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those that hold"""
+
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        pools: _abc.Iterable[Global___AutoscaledPool] | None = ...,
+        conditions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "conditions", b"conditions", "mode", b"mode", "policy", b"policy", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Autoscaler: _TypeAlias = Autoscaler  # noqa: Y015
+
+@_typing.final
+class AutoscaledPool(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    LIMITED_BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    ready: _builtins.int
+    pending: _builtins.int
+    draining: _builtins.int
+    desired: _builtins.int
+    limited_by: _builtins.str
+    """what kept it from the size that metrics ask for"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        ready: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        draining: _builtins.int = ...,
+        desired: _builtins.int = ...,
+        limited_by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "draining", b"draining", "limited_by", b"limited_by", "pending", b"pending", "pool", b"pool", "ready", b"ready", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscaledPool: _TypeAlias = AutoscaledPool  # noqa: Y015
 
 @_typing.final
 class Totals(_message.Message):

@@ -12,6 +12,7 @@ from services.common.errors import IsthmusError, RequestError
 from services.common.ids import BlockHash
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HashScope, chain_hashes
+from services.registry.brief import Hold
 from services.registry.reader import RegistryReader
 from services.router.api import (
     ChoiceDelta,
@@ -44,6 +45,7 @@ from services.router.reports import (
 )
 from services.router.request import LogicalRequest, TokenText
 from services.router.route_desk import BUSY_GATHER_S, GATHER_S
+from services.router.signals import RouterSignals, Waits
 from services.router.timing import Marks
 from services.router.view import ClusterView, WorkerView
 from services.runtime.loop_lag import LoopLag
@@ -80,6 +82,7 @@ class Router:
         self._recent = RecentRequests(config.max_reports) if recent is None else recent
         self._lengths = OutputLengths(config.policy.expected_output_tokens)
         self._lag = LoopLag(clock)
+        self.signals = RouterSignals(clock.now())
         self._gate = Gate(
             config.admission,
             config.policy,
@@ -122,6 +125,10 @@ class Router:
             await asyncio.sleep(0.02)  # let the Links write the cancels
         self._lag.stop()
         await self._cluster.stop()
+
+    def hold(self, hold: Hold | None) -> None:
+        """Let requests wait where no worker is at all; None = refuse them."""
+        self._gate.hold = hold
 
     # -- questions ---------------------------------------------------------------------------
 
@@ -167,6 +174,15 @@ class Router:
         """Return how quick the last requests were."""
         return self._recent.latencies(self._clock.now())
 
+    def waits(self) -> Waits:
+        """Say what waits now, for the autoscaler."""
+        now, longest_s = self._clock.now(), 0.0
+        for progress in self._conductor.progresses():
+            if progress.marks.first_frame is None:
+                longest_s = max(longest_s, now - progress.call.received_at)
+        queued = self._gate.queued_tokens()
+        return Waits(self.num_open, self._gate.num_held, queued, longest_s)
+
     def kill(self, request_id: str) -> bool:
         """End a request on an operator's word; False when none of that id is open."""
         return self._conductor.end(
@@ -203,7 +219,8 @@ class Router:
         try:
             choose(facts, self._cluster.view(), {}, self._config.policy)
         except RequestError as error:
-            return False, error.message
+            # One that is not sent requests could not hold any, and none would start a worker.
+            return self._gate.hold is not None, error.message
         return True, ""
 
     # -- requests ----------------------------------------------------------------------------
@@ -213,6 +230,7 @@ class Router:
         request: OpenRequest | None = None
         end: RequestEnd | None = None
         error: IsthmusError | None = None
+        self.signals.arrived(len(call.token_ids), self._clock.now())
         try:
             request = self._admit(call)
             await self._route(request)
@@ -312,8 +330,10 @@ class Router:
         if progress.marks.first_frame is not None:
             return
         if any(isinstance(output, ChoiceDelta) for output in outputs):
-            progress.marks.first_frame = self._clock.now()
+            now = progress.marks.first_frame = self._clock.now()
             self._gate.first_token(progress)
+            waited_s = now - progress.call.received_at
+            self.signals.first_token(progress.first_worker, waited_s)
 
     def _final(self, progress: Progress) -> RequestEnd:
         """Fill in the figures of a request at the moment its last frame is written."""
@@ -324,6 +344,7 @@ class Router:
         self._cluster.note_handoff(timing)
         facts, num_output = progress.facts, progress.logical.completion_tokens
         self._lengths.note(facts.max_tokens, num_output // facts.n, self._clock.now())
+        self.signals.ended(facts.num_tokens, progress.cached_tokens)
         return RequestEnd(
             prompt_tokens=progress.facts.num_tokens,
             cached_tokens=progress.cached_tokens,

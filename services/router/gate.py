@@ -7,6 +7,7 @@ start, when it must make room for another, or when it is too late; its own task 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -16,6 +17,7 @@ from services.common.clock import Clock
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.registry import cost
+from services.registry.brief import Hold
 from services.resilience.fair_queue import FairQueue, Waiting
 from services.router.admission import (
     REFUSE,
@@ -182,6 +184,7 @@ class Gate:
         self._entries: dict[int, _Entry] = {}
         self._by_waiting: dict[Waiting, _Entry] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self.hold: Hold | None = None  # requests that no worker is there for
 
     # -- questions ---------------------------------------------------------------------------
 
@@ -189,6 +192,20 @@ class Gate:
     def num_queued(self) -> int:
         """Requests that wait here."""
         return len(self._by_waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here because no worker is there that could take them."""
+        return sum(entry.predicted_wait_s == inf for entry in self._by_waiting.values())
+
+    def queued_tokens(self) -> dict[str, int]:
+        """Return the tokens of prompts that wait here, less expected hits, by pool."""
+        tokens = Counter[str]()
+        for entry in self._by_waiting.values():
+            tokens[entry.pool.role] += entry.tokens
+        for role, pool in self._pools.items():
+            tokens[role] += pool.starting_tokens
+        return dict(tokens)
 
     @property
     def ttft_ratio(self) -> float:
@@ -228,7 +245,9 @@ class Gate:
         except RequestError:
             # Nobody can take it. Who sends it knows what is to be done then, but what came before
             # it goes first.
-            if self._may_wait(progress.call, view):
+            if self._holds(view):
+                await self._wait_for_workers(progress, replace(wish, slo_ttft_s=0.0))
+            elif self._may_wait(progress.call, view):
                 await self._wait_for_workers(progress, wish)
             return
         pool, now = self._pool(guess.worker.role), self._clock.now()
@@ -260,12 +279,19 @@ class Gate:
         is_kept = bool(self._by_waiting) and view.has_suspect
         return is_kept or self._around.is_anyone_coming()
 
+    def _holds(self, view: ClusterView) -> bool:
+        """Say whether the cluster is scaled to zero: an autoscaler will start workers."""
+        return self.hold is not None and not any(map(view.usable, ("prefill", "decode")))
+
+    def _has_place_held(self) -> bool:
+        return self.hold is None or self.num_held < self.hold.limit
+
     async def _wait_for_workers(self, progress: Progress, wish: Wish) -> None:
         longest = max(self._pools.values(), key=lambda pool: len(pool.queue), default=None)
         pool = longest if longest is not None and len(longest.queue) else self._pool("prefill")
         entry = _Entry(progress, pool, progress.facts.num_tokens, predicted_wait_s=inf)
         waiting = self._waiting(entry, self._clock.now())
-        fits = self._fits(waiting) or self._make_room(pool, waiting)
+        fits = self._has_place_held() and (self._fits(waiting) or self._make_room(pool, waiting))
         admission = admit_without_worker(wish, self._config, fits_queue=fits)
         self._hooks.admitted(progress.call, admission)
         if admission.action == REFUSE:
@@ -420,8 +446,8 @@ class Gate:
         try:
             guess = look.guess(entry.progress)
         except RequestError as error:
-            if view.has_suspect:
-                self._keep(pool, error)
+            if view.has_suspect or self._holds(view):
+                self._keep(pool, error, view)
                 return False
             # Else no worker is left: who sends it says so.
         else:
@@ -436,7 +462,7 @@ class Gate:
         self._wake(entry, None)
         return True
 
-    def _keep(self, pool: _Pool, error: RequestError) -> None:
+    def _keep(self, pool: _Pool, error: RequestError, view: ClusterView) -> None:
         """Keep the queue while a worker may be back; end with the error who has waited long for it.
 
         Let go, all of it would be sent at once to the first worker that is back.
@@ -445,10 +471,13 @@ class Gate:
         if pool.stuck_since is None:
             pool.stuck_since = now
             pool.note_left(0, now)
-        if now - pool.stuck_since < self._wait_s:
+        wait_s = self._wait_s
+        if self.hold is not None and self._holds(view):
+            wait_s = max(wait_s, self.hold.timeout_s)
+        if now - pool.stuck_since < wait_s:
             return
         for waiting in list(pool.queue):
-            if now - max(pool.stuck_since, waiting.queued_at) >= self._wait_s:
+            if now - max(pool.stuck_since, waiting.queued_at) >= wait_s:
                 ended = RequestError(
                     error.spec.code, error.message, retry_after_ms=error.retry_after_ms
                 )

@@ -162,6 +162,11 @@ class Progress:
         first = next((g for g in self.legs if g.kind != CONTINUE and g.has_report), None)
         return min(first.cached_tokens, self.facts.num_tokens) if first is not None else 0
 
+    @property
+    def first_worker(self) -> str:
+        """The worker that made, or is to make, the first token."""
+        return next((g.worker_id for g in reversed(self.legs) if g.kind != CONTINUE), "")
+
     def timing(self, ended: float) -> RequestTiming:
         """Return the stage times and where the request ran."""
         stages = NO_STAGES

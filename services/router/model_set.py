@@ -79,6 +79,12 @@ class ModelSet:
         """Return the workers of all models as this process sees them."""
         return tuple(w for router in self._routers.values() for w in router.view().workers)
 
+    def note_gaps(self, model: str, gaps_s: Sequence[float]) -> None:
+        """Hear of times between tokens of a model's answers, for the autoscaler."""
+        router = self._routers.get(model)
+        if router is not None:
+            router.signals.gaps(gaps_s)
+
     def running(self) -> tuple[RunningRequest, ...]:
         """Describe the requests that are open."""
         return tuple(found for router in self._routers.values() for found in router.running())

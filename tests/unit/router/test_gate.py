@@ -10,6 +10,7 @@ from services.common.clock import ManualClock
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
 from services.registry.base import LoadReport
+from services.registry.brief import Hold
 from services.router.admission import Admission, AdmissionConfig
 from services.router.api import GenerateCall
 from services.router.gate import Gate
@@ -497,3 +498,48 @@ async def test_room_at_a_worker_whose_link_is_broken_is_none() -> None:
     await eventually(lambda: rig.started == ["r0"])
     await leave([task])
     rig.gate.check_integrity()
+
+
+async def test_requests_of_a_cluster_scaled_to_zero_are_held_until_a_worker_comes() -> None:
+    rig = Rig()
+    rig.workers = ()
+    rig.gate.hold = Hold(limit=2, timeout_s=600.0)
+    held = [await rig.begin(rig.progress(name, slo_ttft_ms=5)) for name in ("a", "b")]
+    assert (rig.gate.num_held, rig.started) == (2, [])
+    rig.clock.advance(500.0)  # far beyond what is waited for a worker that is lost
+    rig.set_loads(FREE)
+    await eventually(lambda: rig.started == ["a", "b"])
+    assert rig.gate.num_held == 0
+    await leave(held)
+
+
+async def test_no_more_are_held_than_the_policy_says() -> None:
+    rig = Rig()
+    rig.workers = ()
+    rig.gate.hold = Hold(limit=1, timeout_s=600.0)
+    held = await rig.begin(rig.progress("a"))
+    refused = await error_of(await rig.begin(rig.progress("b")))
+    assert refused.spec.code == "overloaded"
+    assert rig.gate.num_held == 1
+    await leave([held])
+
+
+async def test_held_requests_end_when_no_worker_comes_in_time() -> None:
+    rig = Rig()
+    rig.workers = ()
+    rig.gate.hold = Hold(limit=1, timeout_s=60.0)
+    held = await rig.begin(rig.progress("a"))
+    rig.clock.advance(1.0)
+    await asyncio.sleep(0.03)  # the gate looks, and sees that nobody can take it
+    rig.clock.advance(61.0)
+    assert (await error_of(held)).spec.code == "no_workers"
+
+
+async def test_tokens_that_wait_are_told_by_pool() -> None:
+    rig = Rig()
+    rig.set_loads(FULL)
+    task = await rig.begin(rig.progress("a"))
+    tokens = rig.gate.queued_tokens()
+    assert tokens["prefill"] == len(make_call().token_ids)
+    await leave([task])
+    assert sum(rig.gate.queued_tokens().values()) == 0
