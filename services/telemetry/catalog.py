@@ -286,6 +286,32 @@ LEASE_RENEWALS = Counter(
     "isthmus_lease_renewals_total", "calls", "Renewals of the worker's lease.", ("outcome",)
 )
 
+# The autoscaler
+REPLICAS = Gauge(
+    "isthmus_autoscaler_replicas", "replicas",
+    "Replicas of a pool at the last tick: ready, pending, draining, desired.", ("pool", "state"),
+)  # fmt: skip
+SCALING_SIGNAL = Gauge(
+    "isthmus_autoscaler_signal", "as the metric",
+    "What the autoscaler read at the last tick, by pool and metric.", ("pool", "metric"),
+)  # fmt: skip
+SCALED = Counter(
+    "isthmus_autoscaler_actions_total", "replicas",
+    "Replicas that were started, cancelled, drained, stopped or flipped, by pool.",
+    ("pool", "action"),
+)  # fmt: skip
+SCALING_TICKS = Counter(
+    "isthmus_autoscaler_ticks_total", "ticks",
+    "Looks at the cluster: ok, failed, fenced (the lease was lost meanwhile).", ("outcome",),
+)  # fmt: skip
+SCALING_LED = Gauge(
+    "isthmus_autoscaler_leads", "0 or 1", "1 while this process holds the autoscaler's lease."
+)
+DRIVER_FAULTS = Counter(
+    "isthmus_autoscaler_driver_faults_total", "calls",
+    "Calls of the driver that failed or did not end in time, by call.", ("call",),
+)  # fmt: skip
+
 # Every process
 BUILD_INFO = Gauge("isthmus_build_info", "1", "Version of this process.", ("version",))
 ROUTER_INFO = Gauge(
