@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
@@ -25,16 +25,13 @@ from services.router.admission import (
     Admission,
     AdmissionConfig,
     Backlog,
-    DrainRate,
     Standing,
     TtftRatio,
-    WaitMargin,
     Wish,
     admit,
     admit_without_worker,
     backlog_of,
     clamp_retry_after,
-    has_room,
     is_decode_full,
     least_gaps,
     longest_backlog_s,
@@ -43,14 +40,14 @@ from services.router.api import GenerateCall
 from services.router.hooks import RouterHooks
 from services.router.legs import Progress
 from services.router.policy import Field, Links, PolicyConfig, expected_tokens, lay_out, weigh
+from services.router.pool_queue import PoolQueue
 from services.router.view import ClusterView, WorkerView
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 LOOK_S = 0.01  # between two looks at the workers while something waits; they have more in hand
-_MAX_TENANTS = 1024  # whose waits are remembered
-_ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
+ENTRY_BYTES = 2048  # what a waiting request takes besides its prompt
 # What has to wait for the loop until a request is sent: its bytes, before anything knows of them,
 # and the store's answer. From there on the learned ratio knows.
 _LOOP_PASSES = 2
@@ -69,7 +66,7 @@ class _Entry:
     """One request between its arrival and its first token."""
 
     progress: Progress
-    pool: _Pool  # it waits for, then starts in
+    pool: PoolQueue  # it waits for, then starts in
     tokens: int  # it will have computed there
     predicted_ttft_s: float | None = None  # at its arrival; None = by whoever it was sent to
     predicted_wait_s: float = 0.0  # in the queue; inf = nothing to learn from
@@ -77,37 +74,6 @@ class _Entry:
     waiting: Waiting | None = None  # its place in the queue
     is_let_go: bool = False
     is_sent: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Pool:
-    """What waits for the workers of one role; modes that enter by another are not held up."""
-
-    role: str
-    queue: FairQueue
-    drain: DrainRate = field(default_factory=DrainRate)
-    starting_tokens: int = 0  # let go, and no worker has them yet
-    stuck_since: float | None = None  # nobody can take what is next
-    _margins: dict[str, WaitMargin] = field(default_factory=dict)  # by tenant, least used first
-
-    def margin(self, tenant: str) -> WaitMargin:
-        """Return a tenant's own: what a flood suffers from others must not count for them."""
-        margin = self._margins.pop(tenant, None) or WaitMargin()
-        self._margins[tenant] = margin
-        if len(self._margins) > _MAX_TENANTS:
-            del self._margins[next(iter(self._margins))]
-        return margin
-
-    def unstick(self, now: float) -> None:
-        """Somebody could take what is next, if not now."""
-        if self.stuck_since is not None:
-            self.stuck_since = None
-            self.note_left(0, now)
-
-    def note_left(self, tokens: int, now: float) -> None:
-        """Learn that so many tokens left the queue; a time without workers tells nothing."""
-        is_busy = len(self.queue) > 0 and self.stuck_since is None
-        self.drain.note(tokens, now, is_busy=is_busy)
 
 
 @dataclass(slots=True)
@@ -180,7 +146,7 @@ class Gate:
         self._clock = clock
         self._hooks = hooks
         self._ratio = TtftRatio()
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, PoolQueue] = {}
         self._entries: dict[int, _Entry] = {}
         self._by_waiting: dict[Waiting, _Entry] = {}
         self._watcher: asyncio.Task[None] | None = None
@@ -392,7 +358,7 @@ class Gate:
         else:
             entry.turn.set_exception(error)
 
-    def _make_room(self, pool: _Pool, newcomer: Waiting) -> bool:
+    def _make_room(self, pool: PoolQueue, newcomer: Waiting) -> bool:
         """Send someone away for a newcomer that has more right to wait; False when none is."""
         last = pool.queue.displaced_by(newcomer)
         if last is None or last.size_bytes < newcomer.size_bytes - self._free_bytes():
@@ -430,16 +396,9 @@ class Gate:
             while (head := pool.queue.head()) is not None and self._try_start(pool, head, look):
                 pass
 
-    def _is_full(self, pool: _Pool, view: ClusterView) -> bool:
-        """Say whether no worker of a pool has room; none at all is not full."""
-        workers = view.usable(pool.role)
-        starting = pool.starting_tokens / max(1, len(workers))
-        policy, config = self._policy, self._config
-        return bool(workers) and not any(has_room(w, starting, policy, config) for w in workers)
-
-    def _try_start(self, pool: _Pool, head: Waiting, look: _Look) -> bool:
+    def _try_start(self, pool: PoolQueue, head: Waiting, look: _Look) -> bool:
         view = look.view
-        if self._is_full(pool, view):
+        if pool.is_full(view.usable(pool.role), self._policy, self._config):
             pool.unstick(self._clock.now())
             return False  # known without choosing, which takes ten times as long
         entry, enters = self._by_waiting[head], pool
@@ -462,7 +421,7 @@ class Gate:
         self._wake(entry, None)
         return True
 
-    def _keep(self, pool: _Pool, error: RequestError, view: ClusterView) -> None:
+    def _keep(self, pool: PoolQueue, error: RequestError, view: ClusterView) -> None:
         """Keep the queue while a worker may be back; end with the error who has waited long for it.
 
         Let go, all of it would be sent at once to the first worker that is back.
@@ -519,11 +478,11 @@ class Gate:
         self._hooks.admitted(progress.call, Admission(START, "room", 0.0, wait_s))
         return True
 
-    def _pool(self, role: str) -> _Pool:
+    def _pool(self, role: str) -> PoolQueue:
         pool = self._pools.get(role)
         if pool is None:
             config = self._config
-            pool = _Pool(role, FairQueue(config.tenant_weights, config.priority_ageing_s))
+            pool = PoolQueue(role, FairQueue(config.tenant_weights, config.priority_ageing_s))
             self._pools[role] = pool
         return pool
 
@@ -534,7 +493,7 @@ class Gate:
             tenant=call.tenant,
             priority=call.priority,
             cost=entry.tokens + answer,
-            size_bytes=call.token_ids.nbytes + 64 * len(entry.progress.hashes) + _ENTRY_BYTES,
+            size_bytes=call.token_ids.nbytes + 64 * len(entry.progress.hashes) + ENTRY_BYTES,
             queued_at=now,
         )
 
@@ -549,24 +508,15 @@ class Gate:
     def _standing(
         self, entry: _Entry, waiting: Waiting, backlog: Backlog, view: ClusterView
     ) -> Standing:
-        pool, ratio, call = entry.pool, self._ratio.value, entry.progress.call
-        queue = pool.queue
-        ahead = queue.cost_ahead(call.tenant, call.priority, waiting.cost, waiting.queued_at)
-        # Until it is measured what leaves the queue: as if all were like this request.
-        prior = backlog.pool_tok_s / ratio * waiting.cost / max(1, entry.tokens)
         need = expected_tokens(entry.progress.facts, self._policy)
-        gap_s, idle_gap_s = least_gaps(view.usable("decode"), need, self._policy)
-        return Standing(
-            queue_wait_s=ahead / pool.drain.rate(prior) if ahead else 0.0,
-            margin_s=pool.margin(call.tenant).value_s if ahead else 0.0,
-            router_s=self._lag_s() * _LOOP_PASSES,
-            worker_wait_s=backlog.worker_s * ratio,
-            work_s=backlog.work_s * ratio,
-            has_room=backlog.has_room,
-            num_queued=len(queue),
+        return entry.pool.standing(
+            waiting,
+            entry.tokens,
+            backlog,
+            self._ratio.value,
             fits_queue=self._fits(waiting),
-            gap_s=gap_s,
-            idle_gap_s=idle_gap_s,
+            gaps_s=least_gaps(view.usable("decode"), need, self._policy),
+            router_s=self._lag_s() * _LOOP_PASSES,
         )
 
 
