@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.router.admission import AdmissionConfig
 from services.sim.performance import PerformanceModel, default_model
 
 PREFILL, DECODE, AGGREGATED = "prefill", "decode", "aggregated"
@@ -39,6 +40,7 @@ class ClusterSpec:
     startup: Callable[[str], float] | None = None
     hold_s: float = 0.0  # a request waits so long at its router where nobody can take it
     max_held: int = 256  # such requests at once; more are refused
+    admission: AdmissionConfig | None = None  # None = routers let all in at once
 
     def __post_init__(self) -> None:
         sizes = self.sizes()

@@ -62,6 +62,8 @@ class Observation:
     arrived_tokens: int = 0  # of their prompts, to be computed
     ttfts_s: Sequence[float] = ()  # of first tokens since then, the wait in queues included
     num_held: int = 0  # requests that wait at routers until anybody can take them
+    num_queued: int = 0  # requests that admission lets wait at routers
+    queued_tokens: int = 0  # of their prompts, to be computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ def served_of(request: Request) -> Served:
     arrival, ended_at, first_at = request.arrival, request.ended_at, request.first_token_at
     served = Served(
         request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens, request.status,
-        num_units=len(arrival.units), num_losses=request.num_losses,
+        num_units=len(arrival.units), num_losses=request.num_losses, reason=request.reason,
+        retry_after_s=request.retry_after_s,
     )  # fmt: skip
     if request.status != OK or ended_at is None or first_at is None:
         return served

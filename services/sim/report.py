@@ -19,7 +19,7 @@ class Served:
     arrived_s: float
     num_tokens: int
     output_tokens: int
-    status: str  # ok; refused: no worker can hold it; lost: with too many workers
+    status: str  # ok; refused; lost: with too many workers
     ttft_s: float | None = None
     tpot_s: float | None = None  # None too of an answer of one token
     e2e_s: float | None = None
@@ -30,6 +30,8 @@ class Served:
     prefill_worker: str = ""
     decode_worker: str = ""
     num_losses: int = 0  # workers it lost on its way
+    reason: str = ""  # of refused: too_large, no_workers, or what admission says
+    retry_after_s: float | None = None  # of refused by admission
 
     def is_good(self, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
         """Whether it was answered within the limits; None = no limit."""
@@ -82,6 +84,12 @@ class SimReport:
     def answered(self) -> list[Served]:
         """Requests that got a whole answer."""
         return [r for r in self.requests if r.status == OK]
+
+    @property
+    def refused_share(self) -> float:
+        """Share of all requests that were refused."""
+        refused = sum(r.status == REFUSED for r in self.requests)
+        return refused / len(self.requests) if self.requests else 0.0
 
     @property
     def block_hit(self) -> float:

@@ -44,6 +44,8 @@ class Request:
     first_token_at: float | None = None
     ended_at: float | None = None
     status: str = OK
+    reason: str = ""  # of its refusal
+    retry_after_s: float | None = None
     num_losses: int = 0  # workers that went away under it
     uncached_hint: int = 0  # tokens to compute as of submission: what its worker reports
     prefill_worker: str = ""

@@ -23,6 +23,8 @@ class Arrival:
     num_tokens: int
     output_tokens: int
     units: tuple[int, ...]  # the last one may be partly filled
+    tenant: str = ""
+    priority: int = 0  # higher goes first where requests wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.kv.layout import HINT_STRIDE_BLOCKS
 from services.registry.base import HintChange
 from services.registry.schema import HASH_FIELD_BYTES, pack_fields, unpack_fields
 from services.registry.scripts import RouteAsk
+from services.router.admission import REFUSE, Admission, AdmissionConfig
 from services.router.hint_check import check_hints
 from services.router.output_lengths import OutputLengths
 from services.router.policy import REMOTE, STAY, PolicyConfig, RequestFacts, ask_to_take_over
@@ -27,6 +28,7 @@ from services.router.view import DRAINING, LIVE
 from services.sim.cluster import AGGREGATED, POOLS, ClusterSpec
 from services.sim.controller import Controller, Failure, Observation, Orders
 from services.sim.fleet import DEAD, GONE, STARTING, Fleet, Member
+from services.sim.gate import SimGate
 from services.sim.network import Handoff, Lines
 from services.sim.outcome import pool_use, served_of
 from services.sim.placement import HINTED, OURS, LocalPlacement, Placement, SharedPlacement
@@ -37,6 +39,7 @@ from services.sim.workers import Worker
 from services.sim.workload import Arrival, Workload
 
 MAX_LOSSES = 5  # workers one request may lose and go on elsewhere, as a router's default
+TOO_LARGE, NO_WORKERS = (Admission(REFUSE, why, 0.0, 0.0) for why in ("too_large", "no_workers"))
 
 Follow: TypeAlias = Callable[[int, float], Sequence[Arrival]]
 """Says what comes after the end of a request: its number and now in, later arrivals out.
@@ -75,6 +78,7 @@ class World:
     _ended: list[Request] = field(default_factory=list)  # since then
     _ttfts_s: list[float] = field(default_factory=list)  # of first tokens since then
     _held: dict[int, Request] = field(default_factory=dict)  # nobody can take them now
+    _gates: list[SimGate] = field(default_factory=list)  # by router; none = all are let in
 
     def __post_init__(self) -> None:
         lost, is_hinted = random.Random(f"{self.seed}/lost"), self.rule in HINTED
@@ -110,6 +114,8 @@ class World:
         assert not self._open
         assert not self._to_come
         assert not self._held
+        for gate in self._gates:
+            gate.check_integrity()
         assert len(self.fleet.twin.reservations) == 0
         for member in self.fleet.at.values():
             member.worker.check_integrity()
@@ -127,8 +133,19 @@ class World:
         for i in range(self.spec.num_routers):
             self._lengths.append(OutputLengths(self.config.expected_output_tokens))
             fleet.placements.append(self._placement(i))
+            if self.spec.admission is not None:
+                self._gates.append(self._gate(self.spec.admission))
         for slot, view in fleet.views.items():
             fleet.tell(slot, view.load)
+
+    def _gate(self, config: AdmissionConfig) -> SimGate:
+        if self.rule != OURS:
+            raise ValueError(f"admission goes with the policy {OURS}, not with {self.rule}")
+
+        def send(request: Request) -> None:
+            self._send(request.router, [request])
+
+        return SimGate(config, self.config, self.fleet, send, self._refuse)
 
     def _placement(self, idx: int) -> Placement:
         fleet = self.fleet
@@ -159,6 +176,8 @@ class World:
             sum(r.uncached_hint or r.prompt_tokens for r in arrived),  # 0 = nobody took it
             tuple(self._ttfts_s),
             len(self._held),
+            sum(gate.num_queued for gate in self._gates),
+            sum(gate.queued_tokens for gate in self._gates),
         )
         self._num_seen += len(arrived)
         self._ended.clear()
@@ -300,7 +319,11 @@ class World:
         for request in requests:
             self.requests.append(request)
             self._open[request.number] = request
-        self._send(router, requests)
+        if not self._gates:
+            self._send(router, requests)
+            return
+        for request in requests:
+            self._gates[router].enter(request)
 
     def _request(self, router: int, number: int, arrival: Arrival) -> Request:
         names, allowed = self.workload.names(arrival), self.spec.max_output_tokens
@@ -327,7 +350,7 @@ class World:
             member = self.fleet.at[slot]
             request.prefill_slot, request.prefill_worker = slot, member.worker_id
             if not member.worker.can_hold(request):
-                self._end(request, REFUSED)
+                self._refuse(request)
                 continue
             member.worker.submit(request, self.time.now)
             self.fleet.beat_later(slot)
@@ -336,7 +359,7 @@ class World:
     def _hold(self, request: Request) -> None:
         """Keep what nobody can take, as long as routers do."""
         if not self.spec.hold_s or len(self._held) >= self.spec.max_held:
-            self._end(request, REFUSED)
+            self._refuse(request, NO_WORKERS)
             return
         self._held[request.number] = request
         request.prefill_slot = None
@@ -345,7 +368,12 @@ class World:
 
     def _give_up(self, request: Request, leg: int) -> None:
         if request.leg == leg and self._held.pop(request.number, None) is not None:
-            self._end(request, REFUSED)
+            self._refuse(request, NO_WORKERS)
+
+    def _refuse(self, request: Request, why: Admission = TOO_LARGE) -> None:
+        request.reason = why.reason
+        request.retry_after_s = why.retry_after_s or None
+        self._end(request, REFUSED)
 
     def _send_again(self, request: Request) -> None:
         """Begin anew elsewhere; what the client has is part of the prompt now."""
@@ -385,6 +413,8 @@ class World:
             request.first_token_at = now
             if self.controller is not None:
                 self._ttfts_s.append(request.ttft_s)
+            if self._gates:
+                self._gates[request.router].first_token(request)
         self.fleet.publish_later(member.slot, change)
         if not request.left_tokens:
             self._end(request, OK)
@@ -405,7 +435,7 @@ class World:
         request.leg += 1
         if not sink.worker.can_hold(request):
             source.worker.handed_off(request, self.time.now)
-            self._end(request, REFUSED)
+            self._refuse(request)
             self._plan(source)
             return
         if sink is source:  # its KV stays where it is, and is not held twice
@@ -477,6 +507,8 @@ class World:
         self._let_go(request, self._lies(request) if status == OK else b"")
         if self.controller is not None:
             self._ended.append(request)
+        if self._gates:
+            self._gates[request.router].ended(request)
         if status == OK:
             self._lengths[request.router].note(
                 request.facts.max_tokens, request.arrival.output_tokens, self.time.now

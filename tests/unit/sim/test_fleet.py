@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.router.admission import AdmissionConfig
 from services.router.policy import PolicyConfig
 from services.router.view import LIVE
 from services.sim import timeline
@@ -375,6 +376,7 @@ class Mover:
     st.lists(st.tuples(st.floats(0, 20), st.integers(0, 1), st.integers(1, 4)), max_size=4),
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=4),
     st.sampled_from((0.2, 60.0)),
+    st.sampled_from((None, 0.0, 1.5)),
 )
 def test_whatever_dies_or_drains_every_request_ends_once_and_nothing_leaks(
     policy: str,
@@ -383,11 +385,14 @@ def test_whatever_dies_or_drains_every_request_ends_once_and_nothing_leaks(
     sizes: list[tuple[float, int, int]],
     moves: list[tuple[int, int, bool]],
     drain_s: float,
+    slo_ttft_s: float | None,
 ) -> None:
     pools = (AGGREGATED, AGGREGATED) if is_one else (PREFILL, DECODE)
     tight = kind(kv_blocks=600, startup_s=0.5)  # a few answers at once, so that some wait for room
     spec = replace(spec_of(), model=tight, drain_s=drain_s, hint_loss=0.1, num_routers=2)
     spec = replace(spec, hold_s=drain_s)
+    if policy == OURS and slo_ttft_s is not None:
+        spec = replace(spec, admission=AdmissionConfig(slo_ttft_s=slo_ttft_s))
     if is_one:
         spec = replace(spec, num_prefill=0, num_decode=0, num_aggregated=3)
     failures = tuple(Failure(at, f"{pools[i % 2]}-{i // 2}", notice) for at, i, notice in deaths)
