@@ -68,6 +68,9 @@ class MockInference(inference_pb2_grpc.InferenceServicer):
         answer = self._desk.plan(monotonic(), wanted)
         if answer.fault:
             await context.abort(_FAULTS[answer.fault], f"{answer.fault}: as asked for")
+        # As the HTTP door does, and the router: a client that gets them with the first token reads
+        # that token one wake-up later.
+        await context.send_initial_metadata(())
         first_index = 0
         for index, (at_s, num_tokens) in enumerate(answer.chunks):
             await asyncio.sleep(at_s - monotonic())

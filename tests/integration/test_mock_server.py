@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from loadtest.launch import TargetSpec, make_target
@@ -18,6 +19,7 @@ from loadtest.runner import RunClock, Runner
 from loadtest.scenario import parse_scenario
 from loadtest.schedule import make_schedule
 from loadtest.target import TargetFacts
+from services.pb import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.integration
 
@@ -108,3 +110,18 @@ async def test_other_clients_find_what_they_look_for() -> None:
         assert statuses == [200, 200, 400, 404]
         assert answer["choices"][0]["text"] == "word word "
         assert answer["usage"]["prompt_tokens"] == 3
+
+
+async def test_an_answer_is_announced_before_its_first_token() -> None:
+    """Else a gRPC client reads that token one wake-up later, and is blamed for it."""
+    async with (
+        MockProcess(MockSettings(service_ms="600000")) as mock,
+        grpc.aio.insecure_channel(mock.address("grpc")) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(
+            inference_pb2.GenerateRequest(text="a", max_tokens=1)
+        )
+        async with asyncio.timeout(_WAIT_S):
+            await call.initial_metadata()
+        assert not call.done()
+        call.cancel()
