@@ -9,12 +9,20 @@ from statistics import median
 from typing import Any
 
 from loadtest.arrivals import Burst, Constant, Gamma, Offline, Open, Poisson, Trace
-from loadtest.checks import Evidence, Window, check_run, judge, settling
-from loadtest.figures import Figures, burst, interference, makespans, reuse
+from loadtest.checks import Evidence, Window, check_answers, check_run, judge, settling
+from loadtest.faults import outcomes
+from loadtest.figures import Figures, burst, hurt, interference, makespans, reuse
 from loadtest.intervals import wilson
 from loadtest.percentiles import CURVE_STEPS, distribution
 from loadtest.records import Phase, RequestRecord, Sample, Status
-from loadtest.result import Distribution, Group, Interval, RunResult, TimelinePoint
+from loadtest.result import (
+    Distribution,
+    FaultOutcome,
+    Group,
+    Interval,
+    RunResult,
+    TimelinePoint,
+)
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario
 from loadtest.slo import Slo
@@ -64,7 +72,8 @@ def analyse(
     """
     window, measured = _measured(log, scenario)
     answered = [record for record in measured if record.status is Status.OK]
-    checks = check_run(
+    faults = tuple(outcomes(log.faults, log.records, scenario.slo, log.duration_s))
+    checks = check_answers(log.records, faults) + check_run(
         Evidence(
             window=window,
             ended_s=log.duration_s,
@@ -97,9 +106,10 @@ def analyse(
         stages_ms=_stages(answered),
         ttft_bands=ttft_bands(measured),
         groups=tuple(_groups(measured, scenario.slo, log.duration_s)),
-        figures=_figures(log, scenario, measured, ideal_hit_ratio),
+        figures=_figures(log, scenario, measured, faults, ideal_hit_ratio),
         checks=checks,
         timeline=tuple(_timeline(log)),
+        faults=faults,
         notes=tuple(log.notes),
     )
 
@@ -240,12 +250,18 @@ def _cache_part(record: RequestRecord) -> str:
 
 
 def _figures(
-    log: RunLog, scenario: Scenario, measured: Sequence[RequestRecord], ideal: float | None
+    log: RunLog,
+    scenario: Scenario,
+    measured: Sequence[RequestRecord],
+    faults: Sequence[FaultOutcome],
+    ideal: float | None,
 ) -> Figures:
     figures = reuse(measured, ideal) | interference(measured, CONFIDENCE) | makespans(log.records)
     arrivals = scenario.arrivals
     if isinstance(arrivals, Burst) and scenario.slo.has_limits:
         figures |= burst(log.records, log.samples, scenario.slo, arrivals.off_s, log.duration_s)
+    if faults:
+        figures |= hurt(log.records, faults)
     return figures
 
 

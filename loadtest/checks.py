@@ -10,7 +10,7 @@ from typing import Literal
 
 from loadtest.intervals import rise_p_value, settled_from
 from loadtest.records import RequestRecord, Sample, Status
-from loadtest.result import Check
+from loadtest.result import Check, FaultOutcome
 from services.common.quantile import rank_of
 from services.common.wording import counted
 
@@ -28,6 +28,8 @@ _MIN_TO_SETTLE = 50
 _START_FACTOR = 3.0
 # What makes a run useless comes first; a client that is late makes everything after it doubtful.
 _VERDICTS: tuple[tuple[str, Verdict], ...] = (
+    ("tokens", "FAILED"),
+    ("faults", "FAILED"),
     ("dispatch", "CLIENT_BOUND"),
     ("loop_lag", "CLIENT_BOUND"),
     ("rate", "CLIENT_BOUND"),
@@ -83,6 +85,26 @@ def check_run(evidence: Evidence) -> tuple[Check, ...]:
         checks.append(_rate(evidence))
     if evidence.is_stationary:
         checks += [_steady(evidence), _saturation(evidence)]
+    return tuple(checks)
+
+
+def check_answers(
+    records: Iterable[RequestRecord], faults: Sequence[FaultOutcome]
+) -> tuple[Check, ...]:
+    """Ask whether answers were whole, and whether the faults the run was to bring were brought."""
+    lost = repeated = 0
+    for record in records:
+        lost += record.num_lost
+        repeated += record.num_repeated
+    checks = []
+    if faults or lost or repeated:
+        told = f"{counted(lost, 'token')} lost and {repeated} repeated in whole answers"
+        checks.append(_none_of("tokens", lost + repeated, told))
+    if faults:
+        failed = [fault for fault in faults if fault.failure]
+        why = "".join(f"; {f.action} {f.process}: {f.failure}" for f in failed)
+        told = f"{len(faults) - len(failed)} of {counted(len(faults), 'fault')} brought{why}"
+        checks.append(_none_of("faults", len(failed), told))
     return tuple(checks)
 
 
@@ -287,6 +309,10 @@ def _rise(series: Sequence[float]) -> tuple[float, float]:
     quarter = len(series) // 4
     first, last = fmean(series[:quarter]), fmean(series[-quarter:])
     return rise_p_value(series), last / first if first > 0 else float(last > 0) * _TREND_FACTOR
+
+
+def _none_of(name: str, number: int, message: str) -> Check:
+    return Check(name=name, is_ok=not number, value=float(number), limit=0.0, message=message)
 
 
 def _not_judged(name: str, why: str) -> Check:

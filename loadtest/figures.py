@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from loadtest.percentiles import SHARES, distribution, is_too_few, share_of
 from loadtest.records import Phase, PlannedRequest, RequestRecord, Sample, Status
+from loadtest.result import FaultOutcome
 from loadtest.slo import Slo
 from services.common.quantile import rank_of
 
@@ -140,7 +141,7 @@ def burst(
     """Return what a burst cost from its start on: until when, how much, and in machines."""
     after = [record for record in records if record.scheduled_s >= start_s]
     later = [sample for sample in samples if sample.at_s >= start_s]
-    recovered_s = _recovery_s(after, slo, start_s, ended_s)
+    recovered_s = recovery_s(after, slo, start_s, ended_s)
     figures: Figures = {
         "slo_recovery_s": recovered_s,
         "slo_debt_req_s": sum(_late_s(record, slo, ended_s) for record in after),
@@ -156,10 +157,13 @@ def burst(
     return figures
 
 
-def _recovery_s(
+def recovery_s(
     after: Sequence[RequestRecord], slo: Slo, start_s: float, ended_s: float
 ) -> float | None:
-    """Return when the last slice of time that misses the target ends; None = it never did."""
+    """Return when the last slice of time that misses the target ends; None = it never did.
+
+    In seconds since `start_s`, when the first of the requests `after` may be due.
+    """
     slices: defaultdict[int, list[bool]] = defaultdict(list)
     for record in after:
         is_good = slo.judge(record, ended_s)
@@ -169,6 +173,19 @@ def _recovery_s(
     if not missed:
         return 0.0
     return None if max(missed) == max(slices) else (max(missed) + 1) * _RECOVERY_STEP_S
+
+
+def hurt(records: Sequence[RequestRecord], faults: Sequence[FaultOutcome]) -> Figures:
+    """Return what a cluster that was hurt owed its clients; of all phases."""
+    failed = sum(r.status in (Status.ERROR, Status.TIMEOUT, Status.REJECTED) for r in records)
+    recoveries_s = [fault.recovery_s for fault in faults if not fault.failure]
+    known_s = [recovery_s for recovery_s in recoveries_s if recovery_s is not None]
+    return {
+        "error_share": failed / len(records) if records else None,
+        "fault_recovery_s": max(known_s) if known_s and len(known_s) == len(recoveries_s) else None,
+        "tokens_lost": float(sum(record.num_lost for record in records)),
+        "tokens_repeated": float(sum(record.num_repeated for record in records)),
+    }
 
 
 def _late_s(record: RequestRecord, slo: Slo, ended_s: float) -> float:

@@ -103,11 +103,14 @@ class GrpcTarget:
         clock = self._clock
         record.sent_s = clock()
         call = next(self._stubs).Generate(message, timeout=timeout_s, metadata=metadata)
-        chunks, last = record.chunks, None
+        chunks, last, heard = record.chunks, None, 0
         try:
             while isinstance(frame := await call.read(), inference_pb2.GenerateFrame):
                 if frame.num_tokens:
                     chunks.append(Chunk(clock(), frame.num_tokens))
+                    if frame.first_index != heard:
+                        _note_gap(record, frame.first_index - heard)
+                    heard = frame.first_index + frame.num_tokens
                 last = frame
             record.done_s = clock()
         except grpc.aio.AioRpcError as error:
@@ -118,6 +121,9 @@ class GrpcTarget:
             call.cancel()  # of a call that is over, nothing
             record.num_heard = record.osl = sum(chunk.num_tokens for chunk in chunks)
         _finish(record, last)
+        if record.status is Status.OK:
+            planned = request.max_tokens if request.ignore_eos else 0
+            _note_gap(record, max(planned, record.osl) - heard)
 
     async def look(self) -> ClusterLook | None:
         """Ask the router for its workers; None where the key may not, or nobody knows."""
@@ -173,6 +179,12 @@ class GrpcTarget:
             ignore_eos=request.ignore_eos,
             priority=request.priority,
         )
+
+
+def _note_gap(record: RequestRecord, num_tokens: int) -> None:
+    """Note tokens that were skipped, or, where there are fewer than none, repeated."""
+    record.num_lost += max(0, num_tokens)
+    record.num_repeated += max(0, -num_tokens)
 
 
 def _finish(record: RequestRecord, last: inference_pb2.GenerateFrame | None) -> None:

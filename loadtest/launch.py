@@ -22,8 +22,10 @@ from loadtest.runner import RunClock, Runner
 from loadtest.scenario import Scenario
 from loadtest.schedule import Schedule, make_schedule
 from loadtest.target import LiveTarget, TargetFacts, TargetUnusable
+from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loadtest.fault_bringer import FaultBringer
     from loadtest.http_target import Api
 
 Watch = Callable[[Runner], Awaitable[None]]
@@ -51,20 +53,32 @@ class TargetSpec:
 
 
 def run_scenario(
-    scenario: Scenario, base: Path, spec: TargetSpec, watch: Watch | None = None
+    scenario: Scenario,
+    base: Path,
+    spec: TargetSpec,
+    watch: Watch | None = None,
+    bringer: FaultBringer | None = None,
 ) -> RunLog:
     """Run a scenario whose files are in `base`.
+
+    Args:
+        bringer: brings the scenario's faults, if it has any.
 
     Raises:
         ConfigError: the scenario's files or the keys are not as they should be.
         TargetUnusable: nothing can be measured there.
     """
+    if scenario.faults and bringer is None:
+        raise ConfigError(
+            f"{scenario.name} brings faults, which only `run` does, to a cluster of this machine: "
+            "give --cluster FILE, which `isthmus up --json-status FILE` keeps"
+        )
     schedule = make_schedule(scenario, base, _salt(scenario))
     if spec.url.startswith(_SIM):
         return _simulated(schedule, spec.url.removeprefix(_SIM))
     _allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(schedule, spec, watch))
+        return runner.run(_run(schedule, spec, watch, bringer))
 
 
 def _simulated(schedule: Schedule, text: str) -> RunLog:
@@ -81,7 +95,9 @@ def _simulated(schedule: Schedule, text: str) -> RunLog:
     return log
 
 
-async def _run(schedule: Schedule, spec: TargetSpec, watch: Watch | None) -> RunLog:
+async def _run(
+    schedule: Schedule, spec: TargetSpec, watch: Watch | None, bringer: FaultBringer | None
+) -> RunLog:
     clock = RunClock()
     target = make_target(spec, schedule.scenario, clock)
     try:
@@ -92,14 +108,23 @@ async def _run(schedule: Schedule, spec: TargetSpec, watch: Watch | None) -> Run
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, runner.stop, _BY_HAND)
         watching = asyncio.ensure_future(watch(runner)) if watch else None
+        bringing = None
+        if bringer is not None:
+            bringing = asyncio.ensure_future(bringer.bring(clock, runner.log.faults))
         try:
-            return await runner.run()
+            log = await runner.run()
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+            if bringing is not None:
+                bringing.cancel()
+                await asyncio.wait((bringing,))
+        if bringing is not None and not bringing.cancelled():
+            bringing.result()  # a fault of ours is no result
+        return log
     finally:
         await target.close()
 

@@ -30,6 +30,7 @@ class OpenAIStream:
         self._left = b""
         self._has_finish = False
         self._num_told = 0
+        self._is_ours = False  # every event says what it brings
 
     @property
     def is_whole(self) -> bool:
@@ -52,6 +53,9 @@ class OpenAIStream:
         record.num_heard = sum(chunk.num_tokens for chunk in record.chunks)
         if not self.has_usage:
             record.osl = record.num_heard
+        elif self._is_ours and self.is_whole:
+            record.num_lost = max(0, record.osl - record.num_heard)
+            record.num_repeated = max(0, record.num_heard - record.osl)
         elif not self.has_counts and record.chunks:
             record.chunks[:] = _spread(record.chunks, record.osl)
 
@@ -86,7 +90,7 @@ class OpenAIStream:
         if choice.get("finish_reason"):
             self._has_finish = True
         if own is not None:
-            self.has_counts = True
+            self.has_counts = self._is_ours = True
             num_tokens = int(own["num_tokens"])
         elif usage and (self.has_counts or not self._record.chunks):
             # Some servers tell the sum so far with every event; others once, with the last one.

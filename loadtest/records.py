@@ -117,6 +117,8 @@ class RequestRecord:
     cached_tokens: int | None = None  # of the prompt; None: the server does not say
     osl: int = 0  # by the server's usage where it tells it, else counted
     num_heard: int = 0  # tokens counted by the client
+    num_lost: int = 0  # tokens of a whole answer that never came, where the server numbers them
+    num_repeated: int = 0  # and that came twice
     status: Status = Status.CENSORED
     code: str = ""  # of an error
     retries: int = 0

@@ -52,7 +52,7 @@ class Interval(Form):
 class Check(Form):
     """One question about the run itself: can its figures be trusted?"""
 
-    name: str  # littles_law, rate, dispatch, loop_lag, steady, saturation
+    name: str  # tokens, faults, littles_law, rate, dispatch, loop_lag, steady, saturation
     is_ok: bool
     value: float | None
     limit: float | None
@@ -87,6 +87,20 @@ class Group(Form):
     num_requests: int
     distributions: dict[str, Distribution]
     attainment: Interval | None = None
+
+
+class FaultOutcome(Form):
+    """A fault the run brought, and what became of the requests until the next one."""
+
+    at_s: float
+    action: str  # kill, freeze, restart
+    process: str
+    for_s: float | None = None  # of a freeze
+    failure: str = ""  # why it could not be brought
+    back_s: float | None  # until the process was ready again; None: it was not
+    recovery_s: float | None  # until the SLO held again; None: not before the next one
+    num_requests: int  # open then, or due later
+    num_failed: int
 
 
 class StageBand(Form):
@@ -130,6 +144,7 @@ class RunResult(Form):
     ] = {}  # what a scenario adds: hit ratio, interference, ...
     checks: tuple[Check, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
+    faults: tuple[FaultOutcome, ...] = ()
     notes: tuple[str, ...] = ()  # plain sentences about the run
     cost: dict[str, Any] | None = None
     raw_file: str = ""

@@ -11,6 +11,7 @@ from loadtest import exits, options
 from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loadtest.fault_bringer import FaultBringer
     from loadtest.launch import TargetSpec, Watch
     from loadtest.result import RunResult
     from loadtest.run_cost import Pricing
@@ -40,6 +41,12 @@ def run(
     attain: Attain = None,
     prices: options.PriceFile = None,
     workers: options.WorkersText = "",
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that `isthmus up --json-status` keeps: whose processes get the faults."
+        ),
+    ] = None,
     out: options.Out = options.RESULTS,
     json: options.Json = False,
 ) -> int:
@@ -47,7 +54,12 @@ def run(
     found, base = options.read_scenario(scenario, quick=quick, rate=rate, seed=seed)
     spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
     pricing = options.pricing_of(prices, workers)
-    return _run(found, base, spec, attain, pricing, out, json=json)
+    bringer = None
+    if found.faults and cluster is not None:
+        from loadtest.fault_bringer import FaultBringer
+
+        bringer = FaultBringer(cluster, found.faults, target)
+    return _run(found, base, spec, attain, pricing, out, bringer, json=json)
 
 
 def replay(
@@ -101,7 +113,7 @@ def replay(
     spec = options.spec_of(target, api, model, vocab_size, ca_file, api_key_file)
     pricing = options.pricing_of(prices, workers)
     found = parse_scenario(values, "replay")
-    return _run(found, trace.parent, spec, attain, pricing, out, json=json)
+    return _run(found, trace.parent, spec, attain, pricing, out, None, json=json)
 
 
 def scenarios() -> None:
@@ -128,6 +140,7 @@ def _run(
     attain: float | None,
     pricing: Pricing | None,
     out: Path,
+    bringer: FaultBringer | None,
     *,
     json: bool,
 ) -> int:
@@ -141,7 +154,7 @@ def _run(
     from loadtest.summary import summary
 
     check_writable(out)
-    log = run_scenario(scenario, base, spec, _watch(scenario))
+    log = run_scenario(scenario, base, spec, _watch(scenario), bringer)
     measured = {record.number for record in log.records if record.phase is Phase.MEASURE}
     ideal = ideal_hit_ratio(scenario, base, measured)
     result = analyse(log, scenario, origin(), ideal_hit_ratio=ideal)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from loadtest.arrivals import Arrivals
+from loadtest.faults import Fault
 from loadtest.records import Phase
 from loadtest.slo import Slo
 from loadtest.workloads import Workload
@@ -95,6 +96,9 @@ class Scenario(Section):
     )
     phases: Phases = setting(Phases(), "warm-up, measurement, cool-down")
     client: Client = setting(Client(), "bounds of the client")
+    faults: tuple[Fault, ...] = setting(
+        (), "what `run --cluster FILE` does to the target meanwhile, at most 100", max_length=100
+    )
     seed: int = setting(0, "all chance follows from it", ge=0, lt=1 << 32)
     budget_s: float = setting(
         600.0, "longest time of a run; what is open then is censored", unit="s", gt=0
@@ -113,12 +117,16 @@ class Scenario(Section):
             raise ValueError(
                 f"budget_s ({self.budget_s:g}) is shorter than the phases ({self.phases.end_s:g} s)"
             )
+        if any(fault.at_s >= (self.phases.end_s or self.budget_s) for fault in self.faults):
+            raise ValueError("faults: every at_s must be before the end of the phases")
         return self
 
     @property
     def digest(self) -> str:
         """Name of everything that shapes the load; equal digests may be compared."""
         shape = self.model_dump(mode="json", exclude={"description", "quick", "budget_s"})
+        if not self.faults:
+            del shape["faults"]  # younger than results that are to be compared
         text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

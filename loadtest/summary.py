@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from loadtest.plots import numbers
 from loadtest.plots.markup import printable
 from loadtest.report.curves import scenario_name
+from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, optional, share_name
 from loadtest.result import CompareResult, Distribution, Interval, RunResult, SearchResult
 
@@ -35,7 +36,7 @@ def _run(result: RunResult) -> str:
         figures.insert(0, ("within the SLO", _share(result.attainment)))
     figures += [(name, f"{n:,}") for name, n in result.counts.items() if n or name == "measured"]
     figures += [(f"error {code}", f"{number:,}") for code, number in result.errors.items()]
-    lines += _table(["figure", "value"], figures)
+    lines += _table(["figure", "value"], [*figures, *figure_rows(result.figures)])
     lines += _latencies(result.distributions)
     told = [
         (check.state if check.is_ok else f"**{check.state}**", check.message)

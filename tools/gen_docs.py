@@ -11,6 +11,7 @@ import typer.main
 
 from loadtest.arrivals import Arrivals, Step
 from loadtest.cli import app as loadtest_app
+from loadtest.faults import Fault
 from loadtest.options import shipped_names
 from loadtest.scenario import Client, Phases, Scenario, Share
 from loadtest.slo import Slo
@@ -255,7 +256,7 @@ def scenarios_page() -> str:
     """Every key of a load test's scenario."""
     sections: list[str] = []
     for title, intro, kinds in (
-        ("", "", (Scenario, Phases, Share, Slo, Client)),
+        ("", "", (Scenario, Phases, Share, Slo, Client, Fault)),
         ("Arrivals", "`arrivals.kind` says when sessions begin.", get_args(Arrivals)),
         ("Workloads", "`workload.kind` says what a session is.", get_args(Workload)),
         ("Parts of them", "", (Step, Spread, Part)),

@@ -28,6 +28,10 @@ _KNOWN = {
     "peak_in_flight": ("most requests in flight", ""),
     "peak_queue": ("most requests queued in the server", ""),
     "lost_in_burst": ("requests lost in the burst", ""),
+    "error_share": ("requests that failed or were refused", "_share"),
+    "fault_recovery_s": ("from a fault until the SLO held again, the longest", "_s"),
+    "tokens_lost": ("tokens lost in whole answers", ""),
+    "tokens_repeated": ("tokens that came twice", ""),
     "first_new_worker_s": ("from the burst to the first new worker", "_s"),
     "overshoot_gpu_s": ("GPU time beyond what was needed", "_s"),
 }

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from loadtest.plots import numbers
-from loadtest.plots.chart import Axis, Bar, BarPlot, LinePlot, Point, Series, bar_plot, line_plot
+from loadtest.plots.chart import (
+    Axis,
+    Bar,
+    BarPlot,
+    LinePlot,
+    Mark,
+    Point,
+    Series,
+    bar_plot,
+    line_plot,
+)
 from loadtest.plots.markup import Markup, tag
 from loadtest.report import parts
 from loadtest.report.curves import (
@@ -20,7 +30,14 @@ from loadtest.report.curves import (
 )
 from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, Tile
-from loadtest.result import Distribution, Group, RunResult, StageBand, TimelinePoint
+from loadtest.result import (
+    Distribution,
+    FaultOutcome,
+    Group,
+    RunResult,
+    StageBand,
+    TimelinePoint,
+)
 from loadtest.ttft_bands import TTFT_STAGES
 
 GOOD_VERDICTS = ("OK",)
@@ -170,8 +187,9 @@ def _timeline(result: RunResult) -> Markup:
         _over_time(points, "finished", 3, lambda p: p.finished / step_s),
         _over_time(points, "failed", 2, lambda p: p.failed / step_s if has_failed else None),
     ]
+    marks = [Mark(fault.at_s, fault.action) for fault in result.faults if not fault.failure]
     figures = [
-        _time_plot("Requests a second", "requests/s", rates),
+        _time_plot("Requests a second", "requests/s", rates, marks=marks),
         _time_plot(
             "In flight and queued",
             "requests",
@@ -190,10 +208,32 @@ def _timeline(result: RunResult) -> Markup:
             "TTFT",
             [_over_time(points, "p50", 1, lambda p: p.ttft_p50_ms)],
             numbers.milliseconds,
+            marks,
         ),
         _time_plot("Workers", "workers", _replicas(points)),
     ]
-    return parts.section("Over time", parts.plots(*figures))
+    return parts.section("Over time", parts.plots(*figures), _faults(result))
+
+
+def _faults(result: RunResult) -> Markup:
+    headers = ["", "at", "ready again after", "SLO held again after", "requests", "failed"]
+    rows = [
+        [
+            _fault_name(fault),
+            numbers.figure("_s", fault.at_s),
+            fault.failure or parts.optional("_s", fault.back_s),
+            parts.optional("_s", fault.recovery_s),
+            f"{fault.num_requests:,}",
+            f"{fault.num_failed:,}",
+        ]
+        for fault in result.faults
+    ]
+    return parts.table("Faults: each with the requests until the next one", headers, rows)
+
+
+def _fault_name(fault: FaultOutcome) -> str:
+    how_long = "" if fault.for_s is None else f" for {fault.for_s:g} s"
+    return f"{fault.action} {fault.process}{how_long}"
 
 
 _MIN_POINTS = 3
@@ -227,7 +267,11 @@ _MAX_POOLS = 8
 
 
 def _time_plot(
-    title: str, label: str, series: list[Series], tick: Callable[[float], str] = numbers.count
+    title: str,
+    label: str,
+    series: list[Series],
+    tick: Callable[[float], str] = numbers.count,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
     known = [s for s in series if s.points]
     if not known:
@@ -235,7 +279,7 @@ def _time_plot(
     told = "; ".join(f"{s.name} {_range(s.points, tick)}" for s in known)
     x = Axis("time since the run began", numbers.seconds_axis, steps=numbers.CLOCK_STEPS_S)
     y = Axis(label, tick, low=0.0, is_whole=label in ("requests", "workers"))
-    return line_plot(LinePlot(title, f"{told}.", x, y, known))
+    return line_plot(LinePlot(title, f"{told}.", x, y, known, marks))
 
 
 def _range(points: Sequence[Point], tick: Callable[[float], str]) -> str:

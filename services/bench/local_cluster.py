@@ -47,13 +47,13 @@ class LocalCluster:
         """Prepare; `settings` maps ISTHMUS_SECTION__FIELD to a value, `api_key` may monitor."""
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._dir = Path(tempfile.mkdtemp(prefix="isthmus-local-"))
-        self._status_file = self._dir / "status.json"
+        self.status_file = self._dir / "status.json"
         self._log_file = self._dir / "up.log"
         self._command = [
             *(sys.executable, "-m", "services.cli.main", "up", "--model", str(model)),
             *("--prefill", str(prefill), "--decode", str(decode)),
             *("--grpc-port", "0", "--http-port", "0"),
-            *("--json-status", str(self._status_file)),
+            *("--json-status", str(self.status_file)),
             *flags,
         ]
         # What is measured and tested here are two pools: short prompts take the whole way too.
@@ -132,7 +132,7 @@ class LocalCluster:
     def status(self) -> dict[str, Any]:
         """The status file; empty while there is none. Any: JSON of our own making."""
         try:
-            loaded: dict[str, Any] = json.loads(self._status_file.read_text())
+            loaded: dict[str, Any] = json.loads(self.status_file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
         return loaded

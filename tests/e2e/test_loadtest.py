@@ -37,6 +37,23 @@ def short_chats(directory: Path) -> Path:
     return path
 
 
+def hurt_chats(directory: Path) -> Path:
+    """Write chaos cut to seconds, on a cluster whose workers are all hurt."""
+    values: dict[str, Any] = yaml.safe_load(find_scenario("chaos").read_text())
+    values["arrivals"] = {"kind": "poisson", "rate_rps": 4}
+    values["workload"] |= {"osl": 24, "think_s": 0.1}
+    values["phases"] = {"warmup_s": 0, "measure_s": 8, "cooldown_s": 0}
+    values["slo"] = {"ttft_s": 60, "tpot_s": 60}
+    values["faults"] = [
+        {"at_s": 1, "action": "kill", "process": "decode-0"},
+        {"at_s": 3, "action": "freeze", "process": "prefill", "for_s": 0.5},
+        {"at_s": 5, "action": "restart", "process": "decode-1"},
+    ]
+    path = directory / "hurt.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
 def counters(cluster: LocalCluster) -> dict[str, float]:
     with urllib.request.urlopen(f"{cluster.http}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
@@ -89,3 +106,29 @@ def test_token_counts_of_both_doors_are_the_server_s(tmp_path: Path) -> None:
             ):
                 assert after[counter] - before.get(counter, 0.0) == total, (name, counter)
         cluster.assert_no_blocks_in_use()
+
+
+def test_a_scenario_brings_its_faults_and_no_token_is_lost(tmp_path: Path) -> None:
+    model_dir = make_scripted_model(tmp_path / "model")
+    scenario = hurt_chats(tmp_path)
+    with LocalCluster(model_dir, prefill=1, decode=2, flags=("--engine", "scripted")) as cluster:
+        command = (
+            *(sys.executable, "-m", "services.cli.main", "loadtest", "run", str(scenario)),
+            *("--out", str(tmp_path / "out"), "--target", f"grpc://{cluster.grpc}"),
+            *("--cluster", str(cluster.status_file)),
+        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert cluster.status()["state"] in ("ready", "degraded")
+
+    (directory,) = (tmp_path / "out").iterdir()
+    result = load_result(directory)
+    assert result.kind == "run", done.stderr
+    hit = [(fault.action, fault.process, fault.failure) for fault in result.faults]
+    assert hit == [
+        ("kill", "decode-0", ""), ("freeze", "prefill-0", ""), ("restart", "decode-1", ""),
+    ]  # fmt: skip
+    assert result.counts["error"] == result.counts["rejected"] == 0, result.errors
+    assert {check.name: check.value for check in result.checks if check.name == "tokens"} == {
+        "tokens": 0.0
+    }
+    assert result.verdict != "FAILED", result.verdict_reason

@@ -40,7 +40,7 @@ def _served(scenario: Scenario, watch: Watch | None = None) -> RunLog:
     """Four servers of 100 ms: 40 requests a second."""
     log = RunLog(TargetFacts("mock", "queue"), "2026-01-01T00:00:00Z")
     end_s = scenario.phases.end_s or 0.0
-    rng = random.Random(scenario.model_dump_json())
+    rng = random.Random(scenario.model_dump_json(exclude={"faults"}))
     due = []
     for at_s in scenario.arrivals.instants(rng):  # type: ignore[union-attr]  # they are open
         if at_s >= end_s:
