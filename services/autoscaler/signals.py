@@ -72,6 +72,8 @@ class WorkerCounts:
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
     busy_s: float | None = None
+    num_held: int | None = None  # blocks, transfers and requests that it holds: 0 = it may go
+    refuses_work: bool = False  # by its own word, which comes before its lease's
 
     @property
     def kv_tokens_wanted(self) -> int:
@@ -172,6 +174,11 @@ class SignalBook:
             can_flip=sources.can_flip,
         )
         self._workers = workers
+        self._seen_ready = {
+            replica_id: at
+            for replica_id, at in self._seen_ready.items()
+            if now - at <= LEASE_GRACE_S
+        }
         self._replicas = {r.replica_id: r for pool in replicas.values() for r in pool}
         return seen
 

@@ -289,7 +289,7 @@ LEASE_RENEWALS = Counter(
 # The autoscaler
 REPLICAS = Gauge(
     "isthmus_autoscaler_replicas", "replicas",
-    "Replicas of a pool at the last tick: ready, pending, draining, desired.", ("pool", "state"),
+    "Replicas of a pool at the last tick: starting, ready, draining, desired.", ("pool", "state"),
 )  # fmt: skip
 SCALING_SIGNAL = Gauge(
     "isthmus_autoscaler_signal", "as the metric",
@@ -302,7 +302,8 @@ SCALED = Counter(
 )  # fmt: skip
 SCALING_TICKS = Counter(
     "isthmus_autoscaler_ticks_total", "ticks",
-    "Looks at the cluster: ok, failed, fenced (the lease was lost meanwhile).", ("outcome",),
+    "Looks at the cluster: ok, failed, follows (another one leads), fenced (the lease was lost "
+    "meanwhile).", ("outcome",),
 )  # fmt: skip
 SCALING_LED = Gauge(
     "isthmus_autoscaler_leads", "0 or 1", "1 while this process holds the autoscaler's lease."
