@@ -30,6 +30,7 @@ from services.common.bounded_file import read_bounded
 from services.common.config_source import did_you_mean, parse_yaml
 from services.common.errors import ConfigError
 
+EXAMPLE = Path(__file__).parent / "example.yaml"
 MAX_FILE_BYTES = 256 << 10
 _MAX_TOLD = 50
 _Section = TypeVar("_Section", bound=PolicySection)

@@ -24,6 +24,7 @@ from services.cli import (
     loadtest_command,
     model,
     plan,
+    policy,
     profile,
     serve,
     sim,
@@ -58,6 +59,7 @@ app.add_typer(cert.app, name="cert")
 app.add_typer(audit.app, name="audit")
 app.add_typer(audit.usage, name="usage")
 app.add_typer(config_command.app, name="config")
+app.add_typer(policy.app, name="policy")
 app.add_typer(admin.app, name="admin")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chaos.app, name="chaos")

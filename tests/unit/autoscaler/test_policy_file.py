@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-import services.autoscaler
 from services.autoscaler.policy import FAULTS, PoolAutoscalingPolicy, Role, TargetType
 from services.autoscaler.policy_file import (
+    EXAMPLE,
     MAX_FILE_BYTES,
     PolicyFaults,
     load_policy,
@@ -20,7 +20,6 @@ from services.autoscaler.policy_file import (
 )
 from services.common.errors import ConfigError
 
-EXAMPLE = Path(services.autoscaler.__path__[0]) / "example.yaml"
 GONE = object()
 
 

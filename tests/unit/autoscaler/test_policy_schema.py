@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import services.autoscaler
 from services.autoscaler.policy import PolicySection, PolicySpec
-from services.autoscaler.policy_file import section_of
+from services.autoscaler.policy_file import EXAMPLE, section_of
 from services.autoscaler.policy_schema import Schema, crd, json_schema
 
-EXAMPLE = Path(services.autoscaler.__path__[0]) / "example.yaml"
 ROOT: Schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 # What a structural schema may say of a place, as far as this one says it.
 ALLOWED = {
