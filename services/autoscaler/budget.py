@@ -23,7 +23,7 @@ def with_budget(sizings: Sequence[Sizing], budget: Budget) -> list[Sizing]:
 
 def _within(sizings: Sequence[Sizing], cap: int, budget: Budget) -> list[int]:
     wanted = [s.desired for s in sizings]
-    kept = [min(s.before, s.desired) for s in sizings]
+    kept = [min(max(s.before, s.limits.min_replicas), s.desired) for s in sizings]
     # What would be in use if those that shrink stayed as they are.
     unshrunk = [max(s.before, s.desired) for s in sizings]
     is_opposing = any(s.desired < s.before for s in sizings) and any(
@@ -36,7 +36,9 @@ def _within(sizings: Sequence[Sizing], cap: int, budget: Budget) -> list[int]:
     else:
         free = cap - _total(sizings, [s.before for s in sizings])
     if _total(sizings, kept) > cap:
-        return _shrunk(sizings, kept, cap)
+        shrunk = _shrunk(sizings, kept, cap)
+        # The last replica taken may have been larger than what was missing.
+        return _grown(sizings, shrunk, cap - _total(sizings, shrunk)) if all(shrunk) else shrunk
     grown = _grown(sizings, kept, max(free, 0))
     before = [s.before for s in sizings]
     is_in_vain = (

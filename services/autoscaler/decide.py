@@ -211,5 +211,5 @@ def _kept(plan: Staffing, flips: Sequence[Flip], is_acted_on: bool, now: float) 
         size=sizing.desired,
         changed_at=now if delta else sizing.state.changed_at,
         changes=kept_changes(sizing, delta, now),
-        leaving=(*plan.cancel, *plan.drain, *flipped),
+        leaving=(*plan.cancel, *flipped, *plan.drain),  # flips take the first of those that serve
     )
