@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.autoscaler.policy import MetricsSource, Role
-from services.autoscaler.proposals import carried_ratio
+from services.autoscaler.proposals import load_share
 from services.autoscaler.sizing import Sizing
 
 _ROUNDING = 1e-9
@@ -24,12 +24,16 @@ def with_consolidation(sizing: Sizing, source: MetricsSource, now: float) -> Siz
 
 def _carried(sizing: Sizing, source: MetricsSource, size: int, now: float) -> float:
     """Return how much of its limit the worst figure takes on so many."""
-    worst = carried_ratio(sizing, source, size, now) or 0.0
-    # A queue that has drained says nothing of the work that goes on. A prefill worker is busy only
-    # while it computes; a decode worker all the time it holds one answer.
-    if sizing.pool.role is Role.PREFILL and sizing.state.busy is not None:
-        worst = max(worst, sizing.state.busy / size)
-    return worst
+    worst = load_share(sizing, source, size, now, by_latency=False)
+    if sizing.pool.role is Role.PREFILL:
+        # A queue that has drained says nothing of the work that goes on. A prefill worker is busy
+        # only while it computes; a decode worker all the time it holds one answer.
+        busy = sizing.before if sizing.state.busy is None else sizing.state.busy
+        return max(worst or 0.0, busy / size)
+    if worst is None:
+        # Much of a latency is there with no load at all: it is asked only where nothing else is.
+        worst = load_share(sizing, source, size, now, by_latency=True)
+    return worst or 0.0
 
 
 def _kept_at(sizing: Sizing, size: int) -> Sizing:

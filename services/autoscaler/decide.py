@@ -22,7 +22,7 @@ from services.autoscaler.forecast import with_forecast, with_load
 from services.autoscaler.observation import Load, Observation, PoolSeen, ReplicaState
 from services.autoscaler.panic import with_panic
 from services.autoscaler.policy import Mode, PolicySpec, Pool, Schedule
-from services.autoscaler.proposals import carried_ratio, with_proposals
+from services.autoscaler.proposals import load_share, with_proposals, with_single_steps
 from services.autoscaler.rates import kept_changes, with_rates
 from services.autoscaler.ratio import with_ratio
 from services.autoscaler.readings import fresh_load
@@ -130,6 +130,7 @@ def _sized(
     sizing = with_forecast(sizing, predictive)
     sizing = with_consolidation(sizing, source, now)
     sizing = with_stabilization(sizing, now)
+    sizing = with_single_steps(sizing, source, now)
     sizing = with_rates(sizing, now)
     return with_bounds(sizing)
 
@@ -138,7 +139,8 @@ def _learned(
     sizing: Sizing, policy: PolicySpec, load: Load, before_at: float | None, now: float
 ) -> Sizing:
     """Take what was done and what came in since the tick before."""
-    share = carried_ratio(sizing, policy.metrics, len(sizing.staff.ready), now)
+    num_ready = len(sizing.staff.ready)
+    share = load_share(sizing, policy.metrics, num_ready, now, by_latency=False)
     busy = sizing.state.busy
     if before_at is not None and now > before_at:
         busy = sizing.seen.busy_s / (now - before_at)

@@ -12,7 +12,7 @@ from math import ceil
 
 from services.autoscaler.capacity import rated
 from services.autoscaler.observation import Load
-from services.autoscaler.policy import Predictive, PredictiveMode, PredictorType, Role
+from services.autoscaler.policy import Pool, Predictive, PredictiveMode, PredictorType, Role
 from services.autoscaler.predictors import Fit, advance_level, fit_history, num_points_kept
 from services.autoscaler.proposals import round_up
 from services.autoscaler.sizing import Sizing
@@ -34,14 +34,20 @@ def with_forecast(sizing: Sizing, predictive: Predictive) -> Sizing:
     ahead = sizing.state.series.ahead
     if pace is None or ahead is None or pace <= 0:
         return sizing
-    check = sizing.pool.behavior.scale_down.consolidation_check
-    headroom = 1 + (check.headroom_percent if check.enabled else 0) / 100
-    floor = round_up(ahead * headroom / pace)
+    floor = round_up(ahead * _headroom(sizing.pool) / pace)
     sizing = replace(sizing, forecast=floor)
     if predictive.mode is PredictiveMode.FORECAST_DRY_RUN or sizing.is_held:
         return sizing
     reason = f"{ahead:.0f} tokens/s expected, {pace:.0f} a replica"
     return sizing.moved(max(sizing.desired, floor), "forecast", reason)
+
+
+def _headroom(pool: Pool) -> float:
+    # Prefill's pace is that of no pause at all; decode's is at a target that leaves room.
+    check = pool.behavior.scale_down.consolidation_check
+    if pool.role is Role.DECODE or not check.enabled:
+        return 1.0
+    return 1 + check.headroom_percent / 100
 
 
 def _gathered(series: Series, predictive: Predictive, tokens: float, load: Load) -> Series:

@@ -62,7 +62,9 @@ class PoolSeen:
     readings: Mapping[str, Reading]
     work_tokens: int = 0  # done by ready, warm replicas since the tick before: prompts or outputs
     busy_s: float = 0.0  # worker-seconds they took for it
-    profile_tokens_s: float | None = None  # one replica's, by the profile that the policy names
+    # One replica's by the profile that the policy names: prefill without a pause, decode as full as
+    # its target says.
+    profile_tokens_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

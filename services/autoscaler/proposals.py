@@ -2,8 +2,9 @@
 
 A latency says nothing of how many replicas are missing: one more is proposed, or the panic multiple
 of those that are ready where it is off by that much, and then nothing until these work and a
-latency is measured that they had a part in. A queue says how much was missing in the past: where it
-is known what a replica can do, it never asks for much more than the load needs.
+latency is measured that they had a part in. Nor does a good one say how many are too many: it has
+no objection, and whatever wants fewer gets them one at a time. A queue says how much was missing in
+the past: where it is known what a replica can do, it never asks for much more than the load needs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from services.autoscaler.readings import (
 from services.autoscaler.sizing import Sizing, overdue_s
 
 _MOST_OF_NEED = 1.5  # replicas that a queue may ask for, of those that the load needs
+_NONE = "none serves yet"
 _ROUNDING = 1e-9  # a need of 6.0000000000000009 replicas is one of 6
 
 
@@ -70,13 +72,42 @@ def with_proposals(sizing: Sizing, source: MetricsSource, seen: Observation, now
     return sizing
 
 
-def carried_ratio(sizing: Sizing, source: MetricsSource, size: int, now: float) -> float | None:
+def with_single_steps(sizing: Sizing, source: MetricsSource, now: float) -> Sizing:
+    """Shrink one at a time by a latency, and only by one measured since the last change."""
+    has_latency = any(
+        p.value is not None
+        for p, m in zip(sizing.proposals, sizing.pool.metrics, strict=True)
+        if m.type in LATENCIES
+    )
+    if not has_latency or sizing.desired >= sizing.before:
+        return sizing
+    latencies = (m for m in sizing.pool.metrics if m.type in LATENCIES)
+    measured = [m for m in (_measure(x, sizing, source, now) for x in latencies) if m is not None]
+    changed_at = sizing.state.changed_at
+    if changed_at is not None and any(m.measured_at <= changed_at for m in measured):
+        return sizing.moved(sizing.before, "latency", "none was measured since the last change")
+    return sizing.moved(
+        max(sizing.desired, sizing.before - 1), "latency", "one at a time, by a latency"
+    )
+
+
+def load_share(
+    sizing: Sizing, source: MetricsSource, size: int, now: float, *, by_latency: bool
+) -> float | None:
     """Return the worst metric if `size` replicas had the load of now, as a share of its target.
 
-    None where no figure is fresh.
+    Args:
+        sizing: the pool.
+        source: how old a figure may be.
+        size: replicas that share the load.
+        now: the moment.
+        by_latency: of latencies; else of all other metrics, which follow the load.
+
+    None where no such figure is fresh.
     """
     spread = len(sizing.staff.ready) / max(size, 1)
-    measured = (_measure(m, sizing, source, now) for m in sizing.pool.metrics)
+    metrics = (m for m in sizing.pool.metrics if (m.type in LATENCIES) == by_latency)
+    measured = (_measure(m, sizing, source, now) for m in metrics)
     return max(
         (m.ratio(size) * (1.0 if m.is_total else spread) for m in measured if m is not None),
         default=None,
@@ -96,9 +127,9 @@ def _propose(
     replicas, reason = step(measured, sizing, now)
     if metric.type is MetricType.QUEUED_TOKENS:
         most = _most_for_load(sizing, source, seen, now)
-        if most is not None and replicas > max(most, sizing.before):
-            replicas = max(most, sizing.before)
-            reason += f", and the load needs {most} at most"
+        if most is not None and replicas > most:
+            replicas = most
+            reason += f", and the load needs no more than {most}"
     return Proposal(name, measured.value, target, replicas, reason)
 
 
@@ -133,7 +164,8 @@ def _most_for_load(
     if load is None or pace is None or load.span_s <= 0:
         return None
     rate = max(load.prompt_tokens / load.span_s, sizing.state.series.ahead or 0.0)
-    return round_up(_MOST_OF_NEED * rate / pace)
+    needed = round_up(_MOST_OF_NEED * rate / pace)
+    return max(needed + sizing.staff.num_late, sizing.before)
 
 
 def _proportional(measured: _Measured, sizing: Sizing, now: float) -> tuple[int, str]:
@@ -149,7 +181,7 @@ def _proportional(measured: _Measured, sizing: Sizing, now: float) -> tuple[int,
     if 1 - down <= ratio <= 1 + up:
         return before, "within tolerance"
     if ratio < 1 and not sizing.staff.ready:
-        return before, "none serves yet"
+        return before, _NONE
     needed = measured.needed(len(sizing.staff.ready))
     if ratio > 1:
         return max(before, needed + late), f"{ratio:.2f} of its target"
@@ -162,12 +194,11 @@ def _latency_step(measured: _Measured, sizing: Sizing, now: float) -> tuple[int,
     ratio = measured.ratio(1)
     if 1 - down <= ratio <= 1 + up:
         return before, "within tolerance"
+    if ratio < 1:
+        is_served = bool(sizing.staff.ready)
+        return (min(before, 1), f"{ratio:.2f} of its target") if is_served else (before, _NONE)
     if changed_at is not None and measured.measured_at <= changed_at:
         return before, "measured before the last change"
-    if ratio < 1 and not sizing.staff.ready:
-        return before, "none serves yet"
-    if ratio < 1:
-        return max(before - 1, 0), f"{ratio:.2f} of its target: one fewer"
     panic = sizing.pool.behavior.scale_up.panic
     multiple = panic.threshold_percent / 100
     if panic.enabled and ratio >= multiple:
