@@ -183,7 +183,8 @@ class Controller:
                 break
             log.info(
                 "autoscaler.resized",
-                is_acted_on=decision.is_acted_on, pool=change.pool, before=change.before, after=change.after, reason=change.reason,
+                is_acted_on=decision.is_acted_on, pool=change.pool,
+                before=change.before, after=change.after, reason=change.reason,
             )  # fmt: skip
         for name, claim in kept.claims.items():
             known = before.claims.get(name)

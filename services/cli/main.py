@@ -12,6 +12,7 @@ import typer
 from services.cli import (
     admin,
     audit,
+    autoscaler_command,
     bench,
     cert,
     chaos,
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("router")(serve.router)
 app.command("worker")(serve.worker)
+app.command("autoscaler")(autoscaler_command.autoscaler)
 app.command("status")(status.status)
 app.command("top")(top.top)
 app.command("explain")(explain.explain)

@@ -83,7 +83,7 @@ def router(
             "telemetry.log_level": log_level,
         },
     )
-    _set_up_logs(loaded, {"router_id": loaded.router.router_id})
+    set_up_logs(loaded, {"router_id": loaded.router.router_id})
     if loaded.router.processes > 1 and not member:
         from services.cli.router_group import run_group
 
@@ -136,7 +136,7 @@ def worker(
         },
     )
     static: dict[str, object] = {"worker_id": loaded.worker.worker_id, "role": loaded.worker.role}
-    _set_up_logs(loaded, static)
+    set_up_logs(loaded, static)
     from services.runtime.threads import apply_threads
 
     apply_threads(os.environ, loaded.worker.threads)  # before the next line loads torch
@@ -154,7 +154,8 @@ def _further(entry: str, cache_dir: Path | None) -> tuple[str, Path]:
     return (name, resolve(model, cache_dir)) if has_name else ("", resolve(entry, cache_dir))
 
 
-def _set_up_logs(config: IsthmusConfig, static: dict[str, object]) -> None:
+def set_up_logs(config: IsthmusConfig, static: dict[str, object]) -> None:
+    """Write logs as configured, with these fields in every line."""
     from services.telemetry.logs import setup_logging
 
     setup_logging(

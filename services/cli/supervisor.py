@@ -7,13 +7,17 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 from services.cli import exits
+from services.cli.control_socket import ControlSocket
 from services.cli.status_file import StatusFile
 from services.cli.store_unit import StoreUnit
 from services.cli.unit import FAILED, READY, Unit
+from services.cli.up_plan import AUTOSCALER, WORKER_ROLES, PlannedProcess
 from services.cli.up_view import View
+from services.cli.worker_pools import WorkerPools
 from services.common.clock import Clock
 
 _TICK_S = 0.1
@@ -68,7 +72,9 @@ class Supervisor:
         describe: Callable[[], dict[str, object]],
         drain_s: float,
     ) -> None:
-        self._units = tuple(units)
+        self._units = list(units)
+        self._pools: WorkerPools | None = None
+        self._control: ControlSocket | None = None
         self._store = store
         self._status_file = status_file
         self._view = view
@@ -77,6 +83,18 @@ class Supervisor:
         self._drain_s = drain_s
         self._state = "starting"
         self._signals = StopSignals()
+
+    def scale_by(
+        self,
+        control: Path,
+        make_plan: Callable[[str, int], PlannedProcess],
+        make_unit: Callable[[PlannedProcess], Unit],
+        runtime_dir: Path,
+    ) -> None:
+        """Let workers be started and stopped through a control socket from now on."""
+        kill_s = self._drain_s + _KILL_WAIT_S
+        self._pools = WorkerPools(self._units, make_plan, make_unit, runtime_dir, kill_s)
+        self._control = ControlSocket(control, self._pools)
 
     def run(self, start_timeout_s: float) -> int:
         """Start everything, keep it running until a signal, stop it; return the exit status."""
@@ -110,7 +128,7 @@ class Supervisor:
     def _wait_until_ready(self, deadline: float) -> bool:
         while not self._signals.count:
             self._tick()
-            if all(unit.state.state == READY for unit in self._units):
+            if all(map(self._is_as_it_should_be, self._units)):
                 return True
             lost = [unit for unit in self._units if unit.state.state == FAILED]
             if lost or self._clock.now() >= deadline:
@@ -136,26 +154,34 @@ class Supervisor:
     def _tick(self) -> None:
         now = self._clock.now()
         changed = self._store.tick(now)
+        if self._pools is not None and self._control is not None:
+            changed = self._control.poll(now) or changed
+            changed = self._pools.tick(now) or changed
         for unit in self._units:
             if unit.tick(now):
                 changed = True
                 self._view.changed(unit)
         if self._state in _SERVING:  # before the file is written: it must not contradict itself
-            is_whole = all(unit.state.state == READY for unit in self._units)
+            is_whole = all(map(self._is_as_it_should_be, self._units))
             self._state = "ready" if is_whole else "degraded"
         if changed:
             self._publish()
         self._view.refresh(now, self._units, self._store)
 
+    def _is_as_it_should_be(self, unit: Unit) -> bool:
+        if self._pools is not None:
+            return self._pools.is_settled(unit)
+        return unit.state.state == READY
+
     # -- stopping ----------------------------------------------------------------------------
 
     def _stop_all(self) -> None:
-        """Routers first: they finish what they began while the workers still compute."""
-        routers = [unit for unit in self._units if unit.plan.role == "router"]
-        workers = [unit for unit in self._units if unit.plan.role != "router"]
+        """Routers before workers: they finish what they began while the workers still compute."""
+        if self._control is not None:
+            self._control.close()
         asked = self._signals.count  # one more than this, and there is no more patience
-        for group in (routers, workers):
-            self._stop_group(group, asked)
+        for roles in ((AUTOSCALER,), ("router",), WORKER_ROLES):
+            self._stop_group([unit for unit in self._units if unit.plan.role in roles], asked)
         self._store.stop()
         self._publish()
 

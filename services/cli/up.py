@@ -69,6 +69,9 @@ def up(
         Path | None, typer.Option(help="Keep pids, roles, ports and states in this file.")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the processes' logs here.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Resize the pools by this policy while they serve.")
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until everything must be ready.")
     ] = _START_TIMEOUT_S,
@@ -104,6 +107,7 @@ def up(
     try:
         run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
         run.decode_dtype = None if decode_dtype is None else decode_dtype.value
+        run.policy = policy
         if engine is Engine.model:
             return run.supervisor().run(start_timeout)
         from services.chaos.forking import Forks
@@ -143,6 +147,7 @@ class _Run:
         self._config_path = runtime_dir / "isthmus.yaml"
         self.launch_scripted: Launch | None = None  # None = workers compute with the model
         self.decode_dtype: str | None = None
+        self.policy: Path | None = None  # None = pools keep their size
 
     def supervisor(self) -> Supervisor:
         """Resolve the model, start the store, plan the processes."""
@@ -152,6 +157,7 @@ class _Run:
         from services.common.model_manifest import read_manifest
 
         plans = self._plan()
+        self._check_policy()
         # What takes a moment to check comes before a model that may have to be fetched.
         _check_ports(plans)
         settings.check_files(self._config)
@@ -168,7 +174,7 @@ class _Run:
             "log_dir": str(self._log_dir),
             "started_unix_ms": clock.unix_ms(),
         }
-        return Supervisor(
+        supervisor = Supervisor(
             units=[self._unit(plan) for plan in plans],
             store=store,
             status_file=StatusFile(self._json_status),
@@ -177,23 +183,58 @@ class _Run:
             describe=lambda: facts,
             drain_s=max(self._config.router.drain_s, self._config.worker.drain_s),
         )
+        if self.policy is not None:
+            supervisor.scale_by(self._control, self._plan_worker, self._unit, self._runtime_dir)
+        return supervisor
 
     def _plan(self) -> tuple[PlannedProcess, ...]:
-        from services.cli.up_plan import FrontDoors, plan_processes
+        from services.cli.up_plan import FrontDoors, plan_autoscaler, plan_processes
         from services.runtime.threads import available_cores, default_threads
 
         router = self._config.router
-        return plan_processes(
+        self._threads = self._config.worker.threads or default_threads(
+            available_cores(), self._counts.workers
+        )
+        # Workers of another machine may have the same store: names must not meet.
+        self._tag = f"-{secrets.token_hex(3)}" if self._has_foreign_store else ""
+        plans = plan_processes(
             self._counts,
             FrontDoors(router.grpc_host, router.grpc_port, router.http_host, router.http_port),
-            threads=self._config.worker.threads
-            or default_threads(available_cores(), self._counts.workers),
+            threads=self._threads,
             runtime_dir=self._runtime_dir,
-            # Workers of another machine may have the same store: names must not meet.
-            tag=f"-{secrets.token_hex(3)}" if self._has_foreign_store else "",
+            tag=self._tag,
             metrics_port=self._config.worker.metrics_port,
             decode_dtype=self.decode_dtype,
         )
+        if self.policy is None:
+            return plans
+        return (*plans, plan_autoscaler(self.policy.absolute(), self._control, self._tag))
+
+    def _plan_worker(self, role: str, index: int) -> PlannedProcess:
+        from services.cli.up_plan import plan_worker
+
+        return plan_worker(
+            role,
+            index,
+            threads=self._threads,
+            runtime_dir=self._runtime_dir,
+            tag=self._tag,
+            metrics_port=self._config.worker.metrics_port,
+            decode_dtype=self.decode_dtype,
+        )
+
+    @property
+    def _control(self) -> Path:
+        return self._runtime_dir / "control.sock"
+
+    def _check_policy(self) -> None:
+        """A policy that is wrong is told of before anything starts."""
+        if self.policy is None:
+            return
+        from services.autoscaler.policy_file import load_policy
+        from services.autoscaler.process_driver import roles_of
+
+        roles_of(load_policy(self.policy).spec)
 
     @property
     def _has_foreign_store(self) -> bool:
@@ -231,15 +272,20 @@ class _Run:
             file.write(dump_yaml(config))
 
     def _unit(self, plan: PlannedProcess) -> Unit:
-        from services.cli.dial import dial_router, dial_worker
+        from services.cli.dial import dial_router, dial_worker, plaintext
         from services.cli.unit import Unit
+        from services.cli.up_plan import AUTOSCALER
         from services.runtime.process import launch_program
 
         tls = self._config.tls
         launch: Launch = launch_program
-        dial = dial_router(tls) if plan.role == "router" else dial_worker(tls)
-        if plan.role != "router":
-            (self._runtime_dir / f"{plan.role}-{plan.name.split('-')[1]}").mkdir(mode=0o700)
+        dial = dial_worker(tls)
+        if plan.role == "router":
+            dial = dial_router(tls)
+        elif plan.role == AUTOSCALER:
+            dial = plaintext
+        else:
+            (self._runtime_dir / plan.directory).mkdir(mode=0o700)
             launch = self.launch_scripted or launch_program
         return Unit(
             plan,

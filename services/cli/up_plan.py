@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 MODEL_WORKER = ("services.cli.main", "worker")
+WORKER_ROLES = ("prefill", "decode")
+AUTOSCALER = "autoscaler"
 SCRIPTED_WORKER = ("services.chaos.scripted_worker",)  # everything but the model, for tests
 
 
@@ -40,12 +42,17 @@ class PlannedProcess:
     """One router or worker: its flags without ports, and which ports it wants."""
 
     name: str
-    role: str  # "router" | "prefill" | "decode"
+    role: str  # "router" | "prefill" | "decode" | "autoscaler"
     arguments: tuple[str, ...]
     grpc_host: str
     grpc_port: int  # 0 = any free, chosen at every start
     http_host: str = ""  # of a router's front door or a worker's /metrics; empty = no HTTP
     http_port: int = 0
+
+    @property
+    def directory(self) -> str:
+        """Name of a worker's own directory."""
+        return "-".join(self.name.split("-")[:2])
 
     def command(
         self,
@@ -56,7 +63,8 @@ class PlannedProcess:
         worker: Sequence[str] = MODEL_WORKER,
     ) -> list[str]:
         """The command line with the ports filled in; `worker` is the program of workers."""
-        program = ("services.cli.main", "router") if self.role == "router" else worker
+        is_worker = self.role in WORKER_ROLES
+        program = worker if is_worker else ("services.cli.main", self.role)
         argv = [python, "-P", "-m", *program, "--config", str(config_path)]
         argv += [*self.arguments, "--grpc-port", str(grpc_port)]
         if not self.http_host:
@@ -89,10 +97,10 @@ def plan_processes(
     """
     dtype = () if decode_dtype is None else ("--dtype", decode_dtype)
     workers = (
-        *_workers("prefill", counts.prefill, threads, runtime_dir, tag),
+        *_workers("prefill", range(counts.prefill), threads, runtime_dir, tag),
         *(
             replace(worker, arguments=(*worker.arguments, *dtype))
-            for worker in _workers("decode", counts.decode, threads, runtime_dir, tag)
+            for worker in _workers("decode", range(counts.decode), threads, runtime_dir, tag)
         ),
     )
     return (
@@ -101,10 +109,46 @@ def plan_processes(
     )
 
 
+def plan_worker(
+    role: str,
+    index: int,
+    *,
+    threads: int,
+    runtime_dir: Path,
+    tag: str,
+    metrics_port: int | None = None,
+    decode_dtype: str | None = None,
+) -> PlannedProcess:
+    """Name one more worker, of that number in its role; its ports are any that are free."""
+    (worker,) = _workers(role, range(index, index + 1), threads, runtime_dir, tag)
+    if role == "decode" and decode_dtype is not None:
+        worker = replace(worker, arguments=(*worker.arguments, "--dtype", decode_dtype))
+    return _with_metrics(worker, 0, None if metrics_port is None else 0)
+
+
+def plan_autoscaler(policy: Path, control: Path, tag: str) -> PlannedProcess:
+    """Name the process that resizes the pools."""
+    return PlannedProcess(
+        name=f"{AUTOSCALER}{tag}",
+        role=AUTOSCALER,
+        arguments=("--policy", str(policy), "--control", str(control)),
+        grpc_host=LOOPBACK,
+        grpc_port=0,
+        http_host=LOOPBACK,
+    )
+
+
+def with_role(plan: PlannedProcess, role: str) -> PlannedProcess:
+    """Return a worker that belongs to another pool from now on, under its old name."""
+    at = plan.arguments.index("--role") + 1
+    arguments = (*plan.arguments[:at], role, *plan.arguments[at + 1 :])
+    return replace(plan, role=role, arguments=arguments)
+
+
 def _workers(
-    role: str, count: int, threads: int, runtime_dir: Path, tag: str
+    role: str, indexes: Iterable[int], threads: int, runtime_dir: Path, tag: str
 ) -> Iterator[PlannedProcess]:
-    for index in range(count):
+    for index in indexes:
         name = f"{role}-{index}{tag}"
         yield PlannedProcess(
             name=name,

@@ -11,6 +11,7 @@ import grpc
 
 from services.cli.store_unit import StoreUnit
 from services.cli.unit import READY, STOPPED, STOPPING, Unit
+from services.cli.up_plan import WORKER_ROLES
 from services.pb import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class WorkerFigures:
     def poll(self, units: Sequence[Unit]) -> None:
         """Collect answers, ask again."""
         for unit in units:
-            if unit.plan.role == "router":
+            if unit.plan.role not in WORKER_ROLES:
                 continue
             call = self._calls.get(unit.grpc)
             if call is not None and not call.done():

@@ -1,0 +1,158 @@
+"""An autoscaler process from configuration to exit."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.autoscaler.controller import Controller, Parts
+from services.autoscaler.driver import Driver
+from services.autoscaler.epoch_clock import EpochClock
+from services.autoscaler.leadership import Lease
+from services.autoscaler.policy import PoolAutoscalingPolicy
+from services.autoscaler.policy_file import load_policy
+from services.autoscaler.record import DecisionLog
+from services.autoscaler.signal_reader import External, SignalReader
+from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
+from services.common.address import join_host_port
+from services.common.clock import Clock, SystemClock
+from services.common.config import IsthmusConfig
+from services.common.errors import ConfigError
+from services.common.model_manifest import read_manifest
+from services.registry.reader import RedisRegistryReader
+from services.registry.scaling import ScalingStore
+from services.registry.schema import Keys, namespace_of
+from services.registry.store_client import store_address
+from services.runtime.run import Phases, run_service
+from services.runtime.tls import cluster_identity
+from services.runtime.watched_file import WatchedFile
+from services.telemetry.logs import get_logger
+from services.telemetry.metrics import Metrics
+from services.telemetry.metrics_http import MetricsServer
+
+log = get_logger(__name__)
+
+_NAME = "grpc.ssl_target_name_override"
+
+# Makes the driver of a policy: calls to workers, the controller's clock.
+MakeDriver = Callable[[PoolAutoscalingPolicy, WorkerCalls, EpochClock], Driver]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says besides the configuration."""
+
+    policy: Path
+    make_driver: MakeDriver
+    external: External | None = None
+    record: Path | None = None
+    host: str = "127.0.0.1"
+    grpc_port: int = 0  # of the health service; 0 = any free
+    metrics_port: int | None = None  # None = no /metrics, 0 = any free
+
+
+def run_autoscaler(config: IsthmusConfig, model_dir: Path, options: Options) -> int:
+    """Run until a signal; return the exit status. Raises ConfigError."""
+    process = _AutoscalerProcess(config, model_dir, options, SystemClock())
+    return run_service(
+        Phases(process.start, process.drain, process.stop, process.failed), drain_s=5.0
+    )
+
+
+def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
+    """Say how workers are reached: like a router, with its certificates. Raises ConfigError."""
+    identity = cluster_identity(config.tls, clock)
+    if identity is None:
+        return plaintext
+
+    def dial(address: str) -> grpc.aio.Channel:
+        options = (*OPTIONS, (_NAME, config.tls.worker_name))
+        return grpc.aio.secure_channel(address, identity.channel_credentials(), options)
+
+    return dial
+
+
+class _AutoscalerProcess:
+    """The phases of one process."""
+
+    def __init__(
+        self, config: IsthmusConfig, model_dir: Path, options: Options, clock: Clock
+    ) -> None:
+        self._options = options
+        self._metrics = Metrics.enabled()
+        self._metrics_server: MetricsServer | None = None
+        policy = WatchedFile(
+            "--policy", (options.policy,), lambda: load_policy(options.policy), clock
+        )
+        namespace = namespace_of(read_manifest(model_dir).weights_digest)
+        self._registry = RedisRegistryReader(store_address(config.store), namespace, clock)
+        scaling = ScalingStore(Keys(namespace), self._registry.run)
+        # One for looking, one for acting: the one forgets workers that are out of the registry.
+        dial = dial_workers(config, clock)
+        self._calls = WorkerCalls(dial)
+        epoch = EpochClock(clock)
+        self._driver = options.make_driver(policy.get(), WorkerCalls(dial), epoch)
+        self._controller = Controller(
+            Parts(
+                policy=policy.get,
+                reader=SignalReader(self._registry, scaling, self._calls, options.external),
+                driver=self._driver,
+                lease=Lease(scaling, secrets.token_hex(8), clock),
+                clock=epoch,
+                metrics=self._metrics,
+                record=None if options.record is None else DecisionLog(options.record),
+            )
+        )
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve health and metrics, then begin to tick."""
+        options = self._options
+        server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = join_host_port(options.host, options.grpc_port)
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address} (--grpc-port)") from error
+        await server.start()
+        if options.metrics_port is not None:
+            self._metrics_server = MetricsServer(
+                self._metrics, options.host, options.metrics_port, lambda _header: True
+            )
+            self._metrics_server.start()
+        self._running = asyncio.create_task(self._controller.run(), name="autoscaler")
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        log.info("autoscaler.started", policy=str(options.policy), grpc_port=port)
+
+    async def failed(self) -> str:
+        """Come back when the loop has ended, which it never should."""
+        assert self._running is not None
+        await asyncio.wait({self._running})
+        return "the autoscaler's loop has ended"
+
+    async def drain(self) -> None:
+        """Stop deciding, and let another one lead."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Let go of everything; replicas go on."""
+        await self.drain()
+        await self._driver.close()
+        await self._calls.close()
+        await self._registry.close()
+        if self._server is not None:
+            await self._server.stop(0.5)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
+        self._metrics.shutdown()

@@ -1,0 +1,119 @@
+"""`isthmus autoscaler`: the process that resizes the pools of a cluster by a policy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli import exits, settings
+from services.cli.serve import ConfigFile, LogLevel, ModelName, StoreUrl, set_up_logs
+
+if TYPE_CHECKING:
+    from services.autoscaler.main import MakeDriver
+
+
+class DriverName(StrEnum):
+    """What runs the replicas."""
+
+    process = "process"  # `isthmus up` on this machine
+
+
+PolicyFile = Annotated[Path, typer.Option("--policy", help="PoolAutoscalingPolicy, YAML or JSON.")]
+
+
+def autoscaler(
+    policy: PolicyFile,
+    config: ConfigFile = None,
+    model: ModelName = None,
+    redis: StoreUrl = None,
+    driver: Annotated[
+        DriverName, typer.Option(help="What runs the replicas.")
+    ] = DriverName.process,
+    control: Annotated[
+        Path | None,
+        typer.Option(help="Control socket of `isthmus up --policy` (driver process)."),
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Address of a Prometheus server, for metrics by name.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Write every decision and what it follows from to this file."),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Decide again what is recorded in this file; exit 1 on differences."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address of the health service and /metrics.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of the health service; 0 = any.")
+    ] = 0,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics; 0 = any, not given = none.")
+    ] = None,
+    log_level: LogLevel = None,
+) -> int:
+    """Resize the pools while they serve; of several such processes one acts at a time."""
+    if replay is not None:
+        return _replay(policy, replay)
+    loaded = settings.load_serving(
+        config,
+        {"model.name": model, "store.url": redis, "telemetry.log_level": log_level},
+    )
+    set_up_logs(loaded, {"policy": str(policy)})
+    from services.autoscaler.main import Options, run_autoscaler
+    from services.autoscaler.prometheus import prometheus_reader
+
+    return run_autoscaler(
+        loaded,
+        settings.resolve_model(loaded),
+        Options(
+            policy=policy,
+            make_driver=_driver_maker(driver, control),
+            external=None if prometheus is None else prometheus_reader(prometheus, policy),
+            record=record,
+            host=host,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+        ),
+    )
+
+
+def _driver_maker(driver: DriverName, control: Path | None) -> MakeDriver:
+    from services.autoscaler.process_driver import ProcessDriver, roles_of
+
+    assert driver is DriverName.process, "the only one there is"
+    if control is None:
+        raise typer.BadParameter("the driver process needs --control")
+    return lambda policy, calls, clock: ProcessDriver(
+        control, roles_of(policy.spec), calls, clock.now
+    )
+
+
+def _replay(policy: Path, recorded: Path) -> int:
+    from services.autoscaler.policy_file import load_policy
+    from services.autoscaler.record import replay
+    from services.common.errors import ConfigError
+
+    num_differences = 0
+    try:
+        with recorded.open("rb") as lines:
+            for difference in replay(load_policy(policy).spec, lines):
+                num_differences += 1
+                for old, new in zip(
+                    difference.recorded.pools, difference.decided.pools, strict=False
+                ):
+                    if old != new:
+                        typer.echo(
+                            f"line {difference.line}: {new.pool} {old.desired} -> {new.desired}: "
+                            f"{new.reason}"
+                        )
+    except OSError as error:
+        raise ConfigError(f"--replay: {recorded} cannot be read ({error.strerror})") from None
+    typer.echo(f"{num_differences} decisions differ")
+    return exits.FAILED if num_differences else exits.OK
