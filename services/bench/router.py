@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -28,7 +28,7 @@ import psutil
 from services.bench.local_cluster import LocalCluster
 from services.bench.result import Bar, BenchFailed, BenchResult
 from services.bench.router_load import LoadOrder, LoadReport
-from services.bench.router_reference import HOST
+from services.bench.router_reference import HOST, Kind
 from services.common.model_manifest import read_manifest
 from services.common.progress import Progress, silent
 from services.gateway.keys import create_key
@@ -56,6 +56,7 @@ _SPEED = "1000000000:0"  # workers do not wait for a model they do not have
 _NUM_BLOCKS = 24_576  # of each worker: 64 streams, or a few long prompts
 _SEED_STEP = 1_000_003
 _MB = 1e6
+_NAMES: Mapping[Kind, str] = {"grpc": "grpc_bare", "sse": "sse_bare", "starlette": "starlette"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class _Bench:
         rate = total / sum(part.cpu_s for part in parts)
         figures["requests_ids_1100"] = total
         figures["requests_per_cpu_s_ids_1100"] = round(rate)
+        figures["requests_to_grpc_echo"] = round(rate / bare.requests_per_cpu_s, 3)
         figures["requests_per_s_ids_1100"] = round(
             total / sum(part.report.wall_s for part in parts)
         )
@@ -266,12 +268,8 @@ class _Bench:
     def _streams(self, door: Literal["grpc", "sse"]) -> None:
         """All clients stream at once: the price of a token that is sent on its own."""
         setup = self._setup
-        with self._reference(door, setup.stream_tokens) as bare_server:
-            bare = self._load(
-                bare_server, f"reference, {door} streams", door=door, requests=setup.clients,
-                max_tokens=setup.stream_tokens, prompt_tokens=16,
-            )  # fmt: skip
-        self._result.reference[f"{door}_bare_tokens_per_cpu_s"] = round(bare.frames_per_cpu_s)
+        kinds: tuple[Kind, ...] = ("sse", "starlette") if door == "sse" else ("grpc",)
+        bare = {kind: self._bare_streams(kind, door) for kind in kinds}
         measured = self._load(
             self._router, f"{door} streams", door=door, requests=setup.clients,
             max_tokens=setup.stream_tokens, prompt_tokens=64, mode=STREAM_MODE,
@@ -282,8 +280,21 @@ class _Bench:
         self._result.figures[f"{door}_tokens_per_s"] = round(report.frames / report.wall_s)
         share = report.frames / (report.requests * setup.stream_tokens)
         self._result.figures[f"{door}_frames_per_token"] = round(share, 3)
+        for kind, bare_rate in bare.items():
+            self._result.figures[f"{door}_tokens_to_{_NAMES[kind]}"] = round(rate / bare_rate, 3)
         if door == "sse":
             self._bar("streamed tokens per CPU-second, SSE", rate, BAR_TOKENS_PER_CPU_S, ">=")
+
+    def _bare_streams(self, kind: Kind, door: Literal["grpc", "sse"]) -> float:
+        """Return the tokens per CPU-second of a reference under the same load."""
+        setup = self._setup
+        with self._reference(kind, setup.stream_tokens) as server:
+            bare = self._load(
+                server, f"reference, {_NAMES[kind]} streams", door=door, requests=setup.clients,
+                max_tokens=setup.stream_tokens, prompt_tokens=16,
+            )  # fmt: skip
+        self._result.reference[f"{_NAMES[kind]}_tokens_per_cpu_s"] = round(bare.frames_per_cpu_s)
+        return bare.frames_per_cpu_s
 
     def _bar(self, name: str, value: float, bar: float, sense: Literal[">=", "<="]) -> None:
         self._result.bars.append(Bar(name, round(value, 3), bar, sense))
@@ -300,16 +311,12 @@ class _Bench:
         order = replace(order, address=target.http if order.door == "sse" else target.grpc)
         return measure(order, target.pid)
 
-    def _reference(
-        self, kind: Literal["grpc", "sse"], num_frames: int
-    ) -> AbstractContextManager[Target]:
+    def _reference(self, kind: Kind, num_frames: int) -> AbstractContextManager[Target]:
         return bare_server(kind, num_frames, self._server_core)
 
 
 @contextmanager
-def bare_server(
-    kind: Literal["grpc", "sse"], num_frames: int, core: int | None = None
-) -> Iterator[Target]:
+def bare_server(kind: Kind, num_frames: int, core: int | None = None) -> Iterator[Target]:
     """Run a reference server for the duration of a block, on one core if given."""
     module = "services.bench.router_reference"
     process = subprocess.Popen(

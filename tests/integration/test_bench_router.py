@@ -10,6 +10,7 @@ import pytest
 from services.bench.result import BenchFailed
 from services.bench.router import bare_server, measure
 from services.bench.router_load import LoadOrder
+from services.bench.router_reference import Kind
 
 pytestmark = pytest.mark.integration
 
@@ -26,12 +27,12 @@ ORDER = LoadOrder(
 )
 
 
-@pytest.mark.parametrize("door", ["grpc", "sse"])
+@pytest.mark.parametrize(("kind", "door"), [("grpc", "grpc"), ("sse", "sse"), ("starlette", "sse")])
 @pytest.mark.parametrize("prompt", ["ids", "text"])
 def test_every_frame_of_every_request_is_counted(
-    door: Literal["grpc", "sse"], prompt: Literal["ids", "text"]
+    kind: Kind, door: Literal["grpc", "sse"], prompt: Literal["ids", "text"]
 ) -> None:
-    with bare_server(door, num_frames=7) as server:
+    with bare_server(kind, num_frames=7) as server:
         order = replace(ORDER, door=door, prompt=prompt, address=server.grpc)
         measured = measure(order, server.pid)
     assert measured.report.requests == 10
