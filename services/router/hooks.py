@@ -112,10 +112,8 @@ class MetricsHooks(RouterHooks):
         self._add_prompt = metrics.adder(catalog.PROMPT_TOKENS)
         self._add_cached = metrics.adder(catalog.CACHED_TOKENS)
         self._add_completion = metrics.adder(catalog.COMPLETION_TOKENS)
-        self._observe_stages = [
-            (attrgetter(f"{stage}_us"), metrics.observer(catalog.STAGE, stage=stage))
-            for stage in STAGES
-        ]
+        self._read_stages_us = attrgetter(*(f"{stage}_us" for stage in STAGES))
+        self._observe_stages = metrics.parts_observer(catalog.STAGE, "stage", STAGES)
         # One for each model this process routes to.
         self._watched: list[_Watched] = []
         self._gates: list[_WatchedGate] = []
@@ -189,8 +187,7 @@ class MetricsHooks(RouterHooks):
         self._add_completion(end.completion_tokens)
         metrics.observe(catalog.TTFT, timing.ttft_us / 1e6, mode=mode)
         metrics.observe(catalog.E2E, timing.e2e_us / 1e6, mode=mode)
-        for read_us, observe in self._observe_stages:
-            observe(read_us(timing) / 1e6)
+        self._observe_stages([us / 1e6 for us in self._read_stages_us(timing)])
         if timing.decode_worker and timing.prefill_worker:
             plane = timing.plane or "none"
             outcome = "recomputed" if timing.recomputed else "ok"

@@ -63,31 +63,61 @@ class Metrics:
 
     def add(self, metric: Counter, value: float = 1, /, **labels: str) -> None:
         """Raise a counter."""
-        if self._store is not None:
-            self._store.add(metric, value, _key(metric, labels))
+        store = self._store
+        if store is not None:
+            with store.lock:
+                store.totals[metric.name].at(labels).value += value
 
     def observe(self, metric: Histogram, value: float, /, **labels: str) -> None:
         """Put one value into a distribution."""
-        if self._store is not None:
-            self._store.observe(metric, (value,), _key(metric, labels))
+        store = self._store
+        if store is not None:
+            with store.lock:
+                store.distributions[metric.name].at(labels).put((value,))
 
     def observe_all(self, metric: Histogram, values: Sequence[float], /, **labels: str) -> None:
         """Put several values into a distribution."""
-        if self._store is not None:
-            self._store.observe(metric, values, _key(metric, labels))
+        store = self._store
+        if store is not None:
+            with store.lock:
+                store.distributions[metric.name].at(labels).put(values)
 
     def adder(self, metric: Counter, /, **labels: str) -> Callable[[float], None]:
         """Give a function that raises one counter, for use at every request."""
-        if self._store is None:
-            return _ignore
-        return partial(self._store.add, metric, key=_key(metric, labels))
-
-    def observer(self, metric: Histogram, /, **labels: str) -> Callable[[float], None]:
-        """Give a function that observes for one metric, for use at every request."""
-        store, key = self._store, _key(metric, labels)
+        store = self._store
         if store is None:
             return _ignore
-        return lambda value: store.observe(metric, (value,), key)
+        lock = store.lock
+        with lock:
+            total = store.totals[metric.name].at(labels)
+
+        def add(value: float) -> None:
+            with lock:
+                total.value += value
+
+        return add
+
+    def parts_observer(
+        self, metric: Histogram, label: str, parts: Sequence[str]
+    ) -> Callable[[Iterable[float]], None]:
+        """Give a function that takes a value of each part, for use at every request.
+
+        Args:
+            label: the metric's only one, whose values the parts are.
+        """
+        store = self._store
+        if store is None:
+            return _ignore
+        lock, series = store.lock, store.distributions[metric.name]
+        with lock:
+            distributions = [series.at({label: part}) for part in parts]
+
+        def observe(values: Iterable[float]) -> None:
+            with lock:
+                for distribution, value in zip(distributions, values, strict=True):
+                    distribution.put((value,))
+
+        return observe
 
     def watch(self, metric: Gauge, read: Callable[[], float | Iterable[Reading]]) -> None:
         """Read a gauge by calling `read` at every scrape; it must be quick and thread-safe.
@@ -112,7 +142,7 @@ class Metrics:
             self._store.readers.clear()
 
 
-def _ignore(_value: float) -> None:
+def _ignore(_values: float | Iterable[float]) -> None:
     pass
 
 
@@ -124,11 +154,18 @@ class _Total:
 class _Distribution:
     """Numbers of values per bucket, the last one without an upper bound, and their sum."""
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("_bounds", "counts", "total")
 
-    def __init__(self, num_bounds: int) -> None:
-        self.counts = [0] * (num_bounds + 1)
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+
+    def put(self, values: Sequence[float]) -> None:
+        """Count values; one on a bound belongs below it."""
+        for value in values:
+            self.counts[bisect_left(self._bounds, value)] += 1
+            self.total += value
 
 
 class _Series(Generic[_V]):
@@ -136,47 +173,43 @@ class _Series(Generic[_V]):
 
     def __init__(self, metric: Metric, make: Callable[[], _V]) -> None:
         self.by_key: dict[_Key, _V] = {}
-        self._overflow = (OVERFLOW,) * len(metric.labels)
+        # As labels were given, which the catalogue need not be asked for again.
+        self._as_given: dict[tuple[tuple[str, str], ...], _V] = {}
+        self._metric = metric
         self._make = make
 
-    def at(self, key: _Key) -> _V:
+    def at(self, labels: Mapping[str, str]) -> _V:
         """Return the value of a label set, or the overflow's once there are too many."""
-        found = self.by_key.get(key)
-        if found is not None:
-            return found
-        if len(self.by_key) >= MAX_SERIES:
-            key = self._overflow
-        return self.by_key.setdefault(key, self._make())
+        found = self._as_given.get(tuple(labels.items()))
+        return self._find(labels) if found is None else found
+
+    def _find(self, labels: Mapping[str, str]) -> _V:
+        key = _key(self._metric, labels)
+        if key not in self.by_key and len(self.by_key) >= MAX_SERIES:
+            return self.by_key.setdefault((OVERFLOW,) * len(key), self._make())
+        value = self.by_key.setdefault(key, self._make())
+        self._as_given[tuple(labels.items())] = value
+        return value
 
 
 class _Store:
-    """All values of one process; counted from several threads, read by whoever scrapes."""
+    """All values of one process; counted from several threads, read by whoever scrapes.
+
+    Whoever looks at totals or distributions holds the lock.
+    """
 
     def __init__(self) -> None:
         self.readers: dict[str, Callable[[], float | Iterable[Reading]]] = {}
-        self._lock = threading.Lock()
-        self._totals: dict[str, _Series[_Total]] = {}
-        self._distributions: dict[str, _Series[_Distribution]] = {}
+        self.lock = threading.Lock()
+        self.totals: dict[str, _Series[_Total]] = {}
+        self.distributions: dict[str, _Series[_Distribution]] = {}
         for metric in all_metrics():
             if isinstance(metric, Counter):
-                self._totals[metric.name] = _Series(metric, _Total)
+                self.totals[metric.name] = _Series(metric, _Total)
             elif isinstance(metric, Histogram):
-                self._distributions[metric.name] = _Series(
-                    metric, partial(_Distribution, len(metric.buckets))
+                self.distributions[metric.name] = _Series(
+                    metric, partial(_Distribution, metric.buckets)
                 )
-
-    def add(self, metric: Counter, value: float, key: _Key) -> None:
-        with self._lock:
-            self._totals[metric.name].at(key).value += value
-
-    def observe(self, metric: Histogram, values: Sequence[float], key: _Key) -> None:
-        with self._lock:
-            distribution = self._distributions[metric.name].at(key)
-            buckets, counts = metric.buckets, distribution.counts
-            for value in values:
-                # A value on a bound belongs below it.
-                counts[bisect_left(buckets, value)] += 1
-            distribution.total += sum(values)
 
     # -- prometheus_client's Collector --------------------------------------------------------
 
@@ -193,8 +226,8 @@ class _Store:
     def _counter(self, metric: Counter) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily
 
-        with self._lock:
-            values = [(k, v.value) for k, v in self._totals[metric.name].by_key.items()]
+        with self.lock:
+            values = [(k, v.value) for k, v in self.totals[metric.name].by_key.items()]
         if values:
             family = CounterMetricFamily(metric.name, metric.description, labels=metric.labels)
             for key, value in values:
@@ -204,10 +237,10 @@ class _Store:
     def _histogram(self, metric: Histogram) -> Iterator[Family]:
         from prometheus_client.core import HistogramMetricFamily
 
-        with self._lock:
+        with self.lock:
             values = [
                 (k, list(v.counts), v.total)
-                for k, v in self._distributions[metric.name].by_key.items()
+                for k, v in self.distributions[metric.name].by_key.items()
             ]
         if values:
             family = HistogramMetricFamily(metric.name, metric.description, labels=metric.labels)
