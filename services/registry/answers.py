@@ -76,7 +76,7 @@ def parse_route(answer: object, num_asks: int) -> tuple[Verdict | None, ...]:
     items = items_of(answer)
     if len(items) != num_asks:
         raise StoreUnavailable("the store decided for another number of requests")
-    return tuple(_verdict(items_of(item)) for item in items)
+    return tuple([_verdict(items_of(item)) for item in items])
 
 
 def _verdict(items: Sequence[object]) -> Verdict | None:
@@ -85,7 +85,7 @@ def _verdict(items: Sequence[object]) -> Verdict | None:
     packed = items[3] if len(items) == 4 else None
     if not isinstance(packed, bytes) or not packed or len(packed) % _OPTION.size:
         raise StoreUnavailable("the store answered a decision in an unknown form")
-    options = tuple(_option(row) for row in _OPTION.iter_unpack(packed))
+    options = tuple([_option(row) for row in _OPTION.iter_unpack(packed)])
     return Verdict(options, number_of(items[2]) == 1)
 
 

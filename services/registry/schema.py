@@ -24,6 +24,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.kv.hashing import HASH_SCHEME
@@ -75,7 +76,12 @@ class Keys:
 
     def fixed(self) -> tuple[str, ...]:
         """The keys each script gets, in the order all of them expect."""
-        return tuple(self.prefix + name for name in ("w", "wi", "ver", "wv", "wn", "sc"))
+        return _fixed_keys(self.prefix)
+
+
+@lru_cache(maxsize=16)  # a process has few namespaces, and runs a script or two a request
+def _fixed_keys(prefix: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in ("w", "wi", "ver", "wv", "wn", "sc"))
 
 
 def namespace_of(weights_digest: str) -> str:

@@ -197,10 +197,14 @@ def longest_backlog_s(
     """
     longest_s, starting = 0.0, starting_tokens / max(1, len(workers))
     for worker in workers:
-        if not has_room(worker, starting, policy, config):
+        # Not by _rate and has_room: every request asks this of every worker.
+        load = worker.load
+        rate = load.rate_tok_s or policy.default_rate_tok_s
+        queued = load.queued_uncached_tokens + worker.booked.prefill_tokens + starting
+        if queued > config.worker_backlog_tokens and queued > config.worker_backlog_s * rate:
             return inf
-        queued = _queued_tokens(worker) + starting
-        longest_s = max(longest_s, queued / _rate(worker, policy))
+        if queued > longest_s * rate:
+            longest_s = queued / rate
     return longest_s
 
 
@@ -214,7 +218,7 @@ def has_room(
 
 def is_decode_full(pool: Sequence[WorkerView], config: AdmissionConfig) -> bool:
     """Say whether every decode worker has sequences waiting already; nobody there is not full."""
-    return bool(pool) and all(w.load.waiting > config.max_decode_waiting for w in pool)
+    return bool(pool) and min([w.load.waiting for w in pool]) > config.max_decode_waiting
 
 
 def least_gaps(

@@ -16,7 +16,7 @@ from services.common.model_manifest import ModelManifest
 from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import WorkerRecord
 from services.registry.reader import RegistryReader
-from services.resilience.breaker import BreakerConfig, CircuitBreaker, Outcome
+from services.resilience.breaker import BreakerConfig, BreakerState, CircuitBreaker, Outcome
 from services.router.api import RequestTiming
 from services.router.booking import Bookings
 from services.router.config import RouterConfig
@@ -65,6 +65,7 @@ class ClusterWatch:
         self._records_at = clock.now()
         self._links: dict[WorkerId, WorkerLink] = {}
         self._breakers: dict[WorkerId, CircuitBreaker] = {}
+        self._tripped: set[WorkerId] = set()  # whose breakers are not closed: mostly nobody's
         self._store_breaker = CircuitBreaker(_STORE_BREAKER)
         self._degraded = "the store has not answered yet"
         self._view_maker = ViewMaker()
@@ -125,7 +126,7 @@ class ClusterWatch:
                 links={worker_id: link.state() for worker_id, link in self._links.items()},
                 booked=self.bookings.booked(),
                 expected=self._expected,
-                broken=frozenset(w for w, b in self._breakers.items() if not b.can_call(now)),
+                broken=frozenset([w for w in self._tripped if not self._breakers[w].can_call(now)]),
             ),
             now,
         )
@@ -163,6 +164,10 @@ class ClusterWatch:
         breaker = self._breakers.get(worker_id)
         if breaker is not None:
             breaker.record(outcome, self._clock.now())
+            if breaker.state is BreakerState.CLOSED:
+                self._tripped.discard(worker_id)
+            else:
+                self._tripped.add(worker_id)
 
     def note_handoff(self, timing: RequestTiming) -> None:
         """Learn what a request shows of the link its KV crossed."""
@@ -249,6 +254,7 @@ class ClusterWatch:
     def _close_link(self, worker_id: WorkerId) -> None:
         link = self._links.pop(worker_id)
         self._breakers.pop(worker_id, None)
+        self._tripped.discard(worker_id)
         self.pairs.forget(worker_id)
         task = asyncio.create_task(link.close())
         self._closing.add(task)

@@ -195,14 +195,16 @@ def lay_out(
     slotted = {w.slot: w for w in live if w.slot is not None}
     workers = slotted if by_slot else dict(enumerate(live))
     candidates = tuple(
-        cost.Candidate(
-            slot,
-            worker.slot_gen & 0xFFFF,
-            worker.role == "prefill",
-            worker_seed(worker.worker_id),
-            _newness(worker, view.at, config),
-        )
-        for slot, worker in workers.items()
+        [
+            cost.Candidate(
+                slot,
+                worker.slot_gen & 0xFFFF,
+                worker.role == "prefill",
+                worker_seed(worker.worker_id),
+                _newness(worker, view.at, config),
+            )
+            for slot, worker in workers.items()
+        ]
     )
     places = {w.worker_id: slot for slot, w in workers.items()}
     # No slot has so high a number, so one that is no candidate can be told from all that are.
@@ -259,7 +261,9 @@ def decision_of(
         _MODE_NAMES[chosen.kind],
         arena.workers[chosen.slot],
         _reason(verdict, arena, facts),
-        tuple(_terms(option, arena) for option in verdict.options if option.slot in arena.workers),
+        tuple(
+            [_terms(option, arena) for option in verdict.options if option.slot in arena.workers]
+        ),
         is_local,
     )
 
@@ -340,8 +344,8 @@ def _weights(live: Sequence[WorkerView], config: PolicyConfig, links: Links) -> 
         tie_s=config.tie_s,
         tie_ratio=config.tie_ratio,
         rate_tok_s=median(rates) if rates else config.default_rate_tok_s,
-        tbt_a_us=median(g.tbt_a_us for g in gaps) if gaps else config.default_tbt_us,
-        tbt_b_us=median(g.tbt_b_us for g in gaps) if gaps else 1.0,
+        tbt_a_us=median([g.tbt_a_us for g in gaps]) if gaps else config.default_tbt_us,
+        tbt_b_us=median([g.tbt_b_us for g in gaps]) if gaps else 1.0,
         handoff_s=config.handoff_s,
         link_token_s=links.token_s,
         stall=config.stall,

@@ -77,7 +77,7 @@ class ClusterView:
 
     def usable(self, role: str) -> tuple[WorkerView, ...]:
         """Return the live workers of a role."""
-        return tuple(w for w in self.workers if w.role == role and w.state == LIVE)
+        return tuple([w for w in self.workers if w.role == role and w.state == LIVE])
 
     def find(self, worker_id: WorkerId) -> WorkerView | None:
         """Return one worker."""
@@ -127,6 +127,7 @@ class _Judged(NamedTuple):
     booked: Booked
     is_broken: bool
     at: float
+    holds_s: float  # from then on
     worker: WorkerView
 
 
@@ -155,14 +156,15 @@ class ViewMaker:
             and was.record is record
             and was.link is link
             and was.is_broken is is_broken
-            and 0 <= now - was.at < (_LINKED_FOR_S if _is_up(link) else _JUDGED_FOR_S)
+            and 0 <= now - was.at < was.holds_s
         ):
             if was.booked is booked:
                 return was
             worker, at = replace(was.worker, booked=booked), was.at
         else:
             worker, at = _judge(worker_id, inputs, now), now
-        return _Judged(record, link, booked, is_broken, at, worker)
+        holds_s = _LINKED_FOR_S if _is_up(link) else _JUDGED_FOR_S
+        return _Judged(record, link, booked, is_broken, at, holds_s, worker)
 
 
 def pair_mismatch(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
