@@ -18,6 +18,7 @@ from services.common.errors import IsthmusError, RequestError
 from services.common.ids import RequestId, new_request_id
 from services.gateway.auth import Caller
 from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
+from services.gateway.frame_queue import FrameQueue
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_call import ADMITTED, AnyContext, abort
 from services.gateway.grpc_spec import (
@@ -45,7 +46,8 @@ from services.gateway.wire_names import (
 from services.kv.hashing import pack_token_ids
 from services.pb import inference_pb2, inference_pb2_grpc
 from services.resilience.tenant_limiter import Verdict
-from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput
+from services.router.api import ChoiceDelta, ChoiceEnd, RequestEnd, RouterOutput, TextWriter
+from services.router.output_sink import LiveSink
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -195,18 +197,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
             # Sent while the request is on its way to a worker.
             sending = asyncio.create_task(context.send_initial_metadata(head))
+            writer = _FrameWriter(request.return_token_ids, sending, context, progress, self._clock)
             try:
                 spec, arrival = self._parse(request, context, metadata, progress)
-                writer = _FrameWriter(
-                    request.return_token_ids, sending, context, progress, self._clock
-                )
                 async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
-                    await self._desk.generate(spec, arrival, writer.write, *_idempotency(request))
+                    await self._run(request, spec, arrival, writer)
             finally:
+                writer.close()
                 await _end_of(sending)  # an error's status must not overtake it
                 sending.exception()  # seen: where there is one the call is gone
             if progress.end is None:
                 raise RequestError("internal", "the answer ended without its end")
+
+    async def _run(
+        self,
+        request: inference_pb2.GenerateRequest,
+        spec: GenerateSpec,
+        arrival: Arrival,
+        writer: _FrameWriter,
+    ) -> None:
+        key, digest = _idempotency(request)
+        try:
+            await self._desk.generate(spec, arrival, writer.write, key, digest, writer.sink)
+        except IsthmusError as error:
+            if error.spec.code != "slow_reader":  # who does not read is not waited for
+                await writer.drained()  # an error's status must not overtake what came before it
+            raise
 
     def _parse(
         self,
@@ -270,7 +286,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class _FrameWriter:
-    """Writes a request's outputs. What is there at once shares a frame where it may."""
+    """Writes a request's outputs. What is there at once shares a frame where it may.
+
+    Tokens that come one by one do not wake the request's task: they go into a queue.
+    """
 
     def __init__(
         self,
@@ -288,13 +307,56 @@ class _FrameWriter:
         self._clock = clock
         # An end waits for what follows it: the last frame carries usage.
         self._pending: inference_pb2.GenerateFrame | None = None
+        self._queue = FrameQueue(context.write)
+        self._next_index = 0  # where there is one choice
+        self.sink = LiveSink(self)
+
+    async def drained(self) -> None:
+        """Wait until what went through the sink is written."""
+        await self._queue.drained()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self.sink.is_open = False
+        self._queue.close()
+
+    # -- Door, of the sink -------------------------------------------------------------------
+
+    def write_now(self, output: ChoiceDelta) -> bool:
+        """Put it into the queue; not the first one, which has to wait for the metadata."""
+        if self._progress.ttft_s is None:
+            return False
+        if not self._queue.put(delta_frame(output, with_ids=self._with_ids)):
+            return False
+        self._next_index = output.first_index + len(output.token_ids)
+        return True
+
+    def writer(self) -> TextWriter | None:
+        """Give what writes plain text, where the client wants nothing else."""
+        return None if self._with_ids or self._progress.ttft_s is None else self._write_text
+
+    def note_written(self, num_tokens: int) -> None:
+        """Nothing to be done: frames count themselves."""
+
+    def _write_text(self, text: str) -> bool:
+        frame = inference_pb2.GenerateFrame(first_index=self._next_index, num_tokens=1, text=text)
+        if not self._queue.put(frame):
+            return False
+        self._next_index += 1
+        return True
+
+    # -- what the request's task writes ------------------------------------------------------
 
     async def write(self, outputs: Sequence[RouterOutput]) -> None:
         """Write frames, but for the end of a choice that may be the last."""
+        self.sink.is_open = False  # it must not overtake these
+        if self._pending is None:
+            self._pending = self._queue.take_back()
         for output in outputs:
             if isinstance(output, ChoiceDelta):
                 await self._flush()
                 self._pending = delta_frame(output, with_ids=self._with_ids)
+                self._next_index = output.first_index + len(output.token_ids)
             elif isinstance(output, ChoiceEnd):
                 await self._add_end(output)
             elif self._pending is not None:
@@ -303,6 +365,7 @@ class _FrameWriter:
                 await self._flush()
         if self._pending is not None and not self._pending.HasField("finish"):
             await self._flush()
+        self.sink.is_open = self._pending is None and self._progress.end is None
 
     async def _add_end(self, end: ChoiceEnd) -> None:
         pending = self._pending
@@ -321,6 +384,7 @@ class _FrameWriter:
             await _end_of(self._head)
             frame.request_id = progress.request_id
             progress.ttft_s = self._clock.now() - progress.received_at
+        await self._queue.drained()
         await self._context.write(frame)
 
 

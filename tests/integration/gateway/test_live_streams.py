@@ -1,4 +1,4 @@
-"""Events that are written in the moment a frame is read, past the task that serves the client."""
+"""Events and frames written as a worker's frame is read, past the task that serves the client."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from services.common.errors import RequestError
 from services.gateway.config import GatewayConfig
+from services.pb import inference_pb2
 from services.router.api import (
     ChoiceDelta,
     ChoiceEnd,
@@ -31,6 +33,7 @@ from tests.support.gateway import open_doors, toy_text_model, wait_until
 pytestmark = pytest.mark.integration
 
 TEXT = 'Say "wörld",\n\tzero \x00 and 🫠 \u2028 twice: 🫠🫠\\'
+REQUEST = inference_pb2.GenerateRequest(text="hello", max_tokens=500)
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 500, "stream": True}
 
 
@@ -48,6 +51,8 @@ class LiveRouter(FakeRouter):
     num_live: int = 0  # deltas that no task was woken for
     num_short: int = 0  # of them: written past everything but the door
     failure: str = ""  # how the last answer broke off
+    error: RequestError | None = None  # comes instead of the end
+    waits: bool = False  # until the door takes outputs at once, which is after its first frame
 
     async def generate(self, call: GenerateCall, write: WriteOutputs) -> None:
         self.num_open += 1
@@ -77,7 +82,11 @@ class LiveRouter(FakeRouter):
                         buffer.sink.note((0.0,))
                         self.num_short += 1
                     self.num_live += not buffer._items
+                    if self.waits and index == 0:
+                        await wait_until(lambda: buffer.writer() is not None)
                     await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
             buffer.put([ChoiceEnd(0, "stop", None, 1), RequestEnd(1, 0, 1)])
         except RequestError as error:
             self.failure = error.spec.code
@@ -143,6 +152,57 @@ async def test_a_client_that_leaves_gets_nothing_more(
         client.close()
         await wait_until(lambda: router.num_open == 0, 20.0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_grpc_frames_queued_at_once_are_in_order(text_model: TextModel) -> None:
+    router = LiveRouter(text_model, text=TEXT, waits=True)
+    async with open_doors(text_model, router=router) as doors:
+        frames = [frame async for frame in doors.stub.Generate(REQUEST, timeout=20)]
+    assert "".join(frame.text for frame in frames) == TEXT
+    counts = [frame.num_tokens for frame in frames]
+    assert [frame.first_index for frame in frames] == [sum(counts[:i]) for i in range(len(frames))]
+    assert [bool(frame.request_id) for frame in frames] == [i == 0 for i in range(len(frames))]
+    assert [frame.HasField("usage") for frame in frames] == [False] * (len(frames) - 1) + [True]
+    assert frames[-1].WhichOneof("end") == "finish"
+    assert router.num_live > 30
+    assert router.num_short > 20
+
+
+async def test_an_error_over_grpc_comes_after_what_was_queued(text_model: TextModel) -> None:
+    router = LiveRouter(text_model, text=TEXT, waits=True)
+    router.error = RequestError("worker_lost", "gone")
+    async with open_doors(text_model, router=router) as doors:
+        call = doors.stub.Generate(REQUEST, timeout=20)
+        texts = await texts_until_error(call)
+        trailers = dict(await call.trailing_metadata())
+    assert "".join(texts) == TEXT
+    assert trailers["isthmus-code"] == "worker_lost"
+    assert router.num_short > 20
+
+
+async def test_a_grpc_client_that_never_reads_is_cut_off_by_the_buffer(
+    text_model: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = LiveRouter(text_model, text="x" * 400, bursts=1_000_000, waits=True)
+    async with open_doors(text_model, router=router) as doors:
+        call = doors.stub.Generate(REQUEST, timeout=100)
+        await call.read()
+        await wait_until(lambda: router.failure == "slow_reader", 60.0)
+        call.cancel()
+        await wait_until(lambda: router.num_open == 0, 20.0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def texts_until_error(call: Any) -> list[str]:
+    """The texts of a call that has to fail in the end."""
+    texts: list[str] = []
+    try:
+        while True:
+            frame = await call.read()
+            assert frame is not grpc.aio.EOF
+            texts.append(frame.text)
+    except grpc.aio.AioRpcError:
+        return texts
 
 
 def open_stream(port: int) -> socket.socket:
