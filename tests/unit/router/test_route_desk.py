@@ -12,9 +12,8 @@ from services.common.clock import ManualClock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.registry.base import LoadReport
-from services.router import route_desk
 from services.router.policy import NO_LINKS, REMOTE, Links, PolicyConfig, RequestFacts
-from services.router.route_desk import HOLD_EVERY_S, MAX_BATCH, RouteDesk
+from services.router.route_desk import GATHER_S, HOLD_EVERY_S, MAX_BATCH, RouteDesk
 from services.router.view import ClusterView, WorkerView
 from tests.support.cluster import eventually
 from tests.support.registry import make_chain, make_worker_info
@@ -63,6 +62,7 @@ class Replicas:
 
     def __init__(self, num_desks: int = 1) -> None:
         self.clock = ManualClock(100.0)
+        self.gather_s = GATHER_S
         self.reader = TwinReader(self.clock)
         self.around = Surroundings(self.reader)
         policy = PolicyConfig(bypass_tokens=0)
@@ -74,7 +74,7 @@ class Replicas:
     async def route(self, number: int, chain: Sequence[BlockHash] = (), desk: int = 0) -> WorkerId:
         """Let a replica decide; return the worker."""
         facts = RequestFacts(f"r{number}", max(1, len(chain) * 16), 64, prefix_root=b"root")
-        route = await self.desks[desk].route(facts, chain, number)
+        route = await self.desks[desk].route(facts, chain, number, self.gather_s)
         assert route is not None
         assert not route.decision.is_local
         return route.decision.worker.worker_id
@@ -93,11 +93,9 @@ async def test_decisions_of_one_tick_share_a_round_trip() -> None:
     assert replicas.reader.batches == [MAX_BATCH, 4, 1]
 
 
-async def test_one_alone_is_asked_at_once_and_what_follows_gathers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(route_desk, "GATHER_S", 3600.0)
+async def test_one_alone_is_asked_at_once_and_what_follows_gathers() -> None:
     replicas = Replicas()
+    replicas.gather_s = 3600.0
     await replicas.route(1)
     later = []
     for number in (2, 3, 4):
