@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from services.common.light_value import light_value
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class SamplingParams:
     """How the next token is drawn. Defaults follow the OpenAI API.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from services.common.light_value import light_value
 from services.router.api import RequestEnd
 
 _MAX_CLIENT_ID_CHARS = 128
@@ -16,7 +16,7 @@ PROBE_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 Door = Literal["http", "grpc"]
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestRecord:
     """One finished request of a front door. Labels are bounded; the id is for logs only."""
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.common.light_value import light_value
 from services.gateway.wire_names import FORCE_MODE
 from services.text.template import ChatTurn
 
 TokenIds = npt.NDArray[np.int64] | npt.NDArray[np.uint32]  # as JSON has them, or the wire
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class TextInput:
     """Raw prompt text."""
 
@@ -27,7 +28,7 @@ class ChatInput:
     turns: tuple[ChatTurn, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class TokenInput:
     """A prompt of ids; not yet checked against the vocabulary."""
 
@@ -50,7 +51,7 @@ class FieldNames:
     slo_tpot: str = "slo_tpot_ms"
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class GenerateSpec:
     """A request with right types; ranges are checked by services.gateway.validate."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from services.common.errors import RequestError
 from services.common.ids import RequestId
+from services.common.light_value import light_value
 from services.common.limits import Limits
 from services.common.sampling import SamplingParams
 from services.gateway.input_bounds import check_count, check_range, check_text
@@ -23,7 +23,7 @@ _MAX_INT32 = (1 << 31) - 1
 _MAX_PRIORITY = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Arrival:
     """Facts of a request that are not its content."""
 

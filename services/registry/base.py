@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.common.light_value import light_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class WorkerInfo:
     started_unix_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class LoadReport:
     """What changes at every heartbeat (`w`, packed)."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.common.light_value import light_value
 from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import LoadReport
 
@@ -26,7 +27,7 @@ MIN_RATE_TOK_S = 1.0  # a lower rate is taken as not measured: it would make eve
 Pairs = Mapping[tuple[int, int], float]  # (prefill slot, decode slot) -> seconds a token
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Weights:
     """What holds for every request of a moment."""
 
@@ -49,7 +50,7 @@ class Weights:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Ask:
     """One request as far as its price goes."""
 
@@ -81,7 +82,7 @@ class Candidate(NamedTuple):
     newness: float = 0.0  # 1 = just started, 0 = as settled as its peers
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Booked:
     """Work sent to a worker that its reports do not show yet."""
 
@@ -139,7 +140,7 @@ class Option(NamedTuple):  # made by the dozen for a decision
     in_flight: int
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Verdict:
     """The chosen option first, then the others by cost."""
 

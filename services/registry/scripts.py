@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from services.common.light_value import light_value
 from services.registry import schema
 from services.registry.base import HintChange
 from services.registry.cost import Ask, Candidate, Pairs, Weights
@@ -29,7 +30,7 @@ class Script:
     sha: str
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Invocation:
     """A script with its keys and arguments, ready for EVALSHA."""
 
@@ -38,7 +39,7 @@ class Invocation:
     args: tuple[Arg, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RouteAsk:
     """One request of a decision."""
 

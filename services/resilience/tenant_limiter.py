@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.common.light_value import light_value
 from services.resilience.token_bucket import TokenBucket
 
 _MAX_DEBT = 10  # full budgets, as heard from the others
@@ -47,7 +48,7 @@ class RateState:
     reset_s: float  # until it is full again
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Verdict:
     """Whether a request may begin, and why not."""
 

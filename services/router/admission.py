@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 
 from services.common.decayed import DecayedSums
+from services.common.light_value import light_value
 from services.router.policy import PolicyConfig
 from services.router.view import WorkerView
 
@@ -43,7 +44,7 @@ class AdmissionConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Wish:
     """What a request may wait for. Zero as an SLO is none."""
 
@@ -74,7 +75,7 @@ class Standing:
         return self.router_s + self.queue_wait_s + self.margin_s + self.worker_wait_s
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Admission:
     """What is done with a request, and why.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.ids import RequestId
+from services.common.light_value import light_value
 from services.common.sampling import SamplingParams
 
 # Writes the text of one token; False when that is not possible now, and nothing was written.
@@ -35,7 +36,7 @@ class OutputSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class GenerateCall:
     """A validated, tokenised request. Times are monotonic seconds."""
 
@@ -81,7 +82,7 @@ class ChoiceDelta(NamedTuple):
     logprobs: tuple[TextLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class ChoiceEnd:
     """One choice is complete. finish_reason: "stop" | "length"."""
 
@@ -91,7 +92,7 @@ class ChoiceEnd:
     num_tokens: int = 0  # generated, and billed
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestTiming:
     """Stage times in microseconds, as in Timing of common.proto, and where the request ran."""
 
@@ -126,7 +127,7 @@ class RequestTiming:
     routed_locally: bool = False  # the store had no part in the decision
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestEnd:
     """The request is over; always the last output of a request that did not fail."""
 

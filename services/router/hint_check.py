@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from services.common.ids import BlockHash
+from services.common.light_value import light_value
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.router.legs import CONTINUE, Progress
 from services.router.policy import STRIDE_TOKENS, Decision
@@ -13,7 +13,7 @@ from services.router.policy import STRIDE_TOKENS, Decision
 MAX_LIES = 64  # withdrawn for one request
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class HintCheck:
     """How far off a decision's hit was, and the hints to withdraw."""
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from services.common.errors import IsthmusError
 from services.common.ids import WorkerId
+from services.common.light_value import light_value
 from services.router.admission import Admission
 from services.router.api import GenerateCall, RequestEnd
 from services.router.policy import Decision
@@ -18,7 +19,7 @@ from services.telemetry import catalog
 from services.telemetry.metrics import Metrics, Reading
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestSummary:
     """How a request ended; exactly one of `end` and `error` is set, or none: the client left."""
 

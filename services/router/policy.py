@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from services.common.errors import RequestError
 from services.common.ids import WorkerId
+from services.common.light_value import light_value
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
 from services.registry import cost
 from services.registry.base import LoadReport
@@ -47,7 +48,7 @@ class PolicyConfig:
     bypass_tokens: int = 512  # so few uncached tokens may skip the prefill pool; 0 = never
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestFacts:
     """What the policy needs to know of a request."""
 
@@ -92,7 +93,7 @@ class Terms(NamedTuple):  # made by the dozen for a decision, a third of a froze
     partner: WorkerId | None = None  # decode worker it was priced with
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Decision:
     """Mode, first worker, and the terms of what was possible, the chosen first."""
 
@@ -103,7 +104,7 @@ class Decision:
     is_local: bool = True  # decided by this router alone
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Field:
     """Who may be chosen at one moment, in the numbers of the cost model."""
 

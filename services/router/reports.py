@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from services.common.light_value import light_value
 from services.common.quantile import nearest_rank
 from services.router.api import RequestTiming
 from services.router.legs import CONTINUE, Progress
@@ -37,7 +38,7 @@ class RunningRequest:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class RequestReport:
     """Why a request ran where it ran, and where its time went."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
+from services.common.light_value import light_value
 from services.registry import cost
 from services.registry.reader import RegistryReader
 from services.registry.schema import field_names, pack_fields, stride_hashes
@@ -55,7 +55,7 @@ ENDS_A_CALL = 128
 GATHER_ENDS_S = 0.05  # a call costs more than the little that is reserved for too long
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Route:
     """A decision, and the strides each worker holds, for later choices about this request."""
 
@@ -63,7 +63,7 @@ class Route:
     depth: Mapping[WorkerId, int]
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class _Waiting:
     facts: RequestFacts
     fields: bytes

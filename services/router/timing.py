@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from services.common.light_value import light_value
 from services.router.api import RequestTiming
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class StageTimes:
     """What one worker measured of its leg, microseconds; zeros where it has nothing to say."""
 
@@ -82,7 +83,7 @@ class StageTimes:
 NO_STAGES = StageTimes()  # nothing was reported
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class Whereabouts:
     """Where a request ran, and why there."""
 

@@ -7,11 +7,12 @@ seconds, and it goes on while the store is down. The store is for finding worker
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from services.common.ids import Incarnation, WorkerId
+from services.common.light_value import light_value
 from services.common.model_manifest import ModelManifest
 from services.kv.hashing import HASH_SCHEME
 from services.kv.layout import first_mismatch
@@ -35,7 +36,7 @@ class LinkStatus(Enum):
     DOWN = "down"
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class LinkState:
     """One Link as the view needs it. `info` is what the worker registered with."""
 
@@ -50,7 +51,7 @@ class LinkState:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class WorkerView:
     """One worker: whether it may be used, why not, and how loaded it is."""
 
@@ -68,7 +69,7 @@ class WorkerView:
     up_since: float | None  # of its Link
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class ClusterView:
     """All workers at one moment."""
 
@@ -94,7 +95,7 @@ class ClusterView:
         return "; ".join(reasons[:4])
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class ViewInputs:
     """What a view is made from."""
 

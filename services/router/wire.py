@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from services.common.errors import ERROR_TABLE, RequestError
 from services.common.ids import BlockHash, Incarnation
+from services.common.light_value import light_value
 from services.common.sampling import SamplingParams
 from services.kv.hashing import pack_hashes, pack_token_ids
 from services.pb import common_pb2, worker_pb2
@@ -25,7 +26,7 @@ _PLANES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@light_value
 class WorkHead:
     """What of a work item depends on the leg rather than on the request."""
 
