@@ -1,7 +1,8 @@
 """How a series goes on: a Kalman filter of our own; seasons and ARIMA by statsmodels. Pure.
 
 The filter follows a level and a trend. Only the ratio of its variances matters: a series in other
-units has the same gains. statsmodels is loaded when it is first needed, and is an extra.
+units has the same gains. statsmodels is an extra: it is loaded where a policy needs it, at best
+before the first tick.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from math import ceil, isfinite
 from typing import Any
 
@@ -25,6 +25,10 @@ from services.autoscaler.quantity import parse_quantity
 from services.autoscaler.state import Series
 from services.common.errors import ConfigError
 
+_MODULES = {
+    PredictorType.HOLT_WINTERS: "statsmodels.tsa.holtwinters",
+    PredictorType.ARIMA: "statsmodels.tsa.arima.model",
+}
 _SEASONS = 3  # kept, as many as seasonal smoothing gains by
 _MAX_SEASON_POINTS = 96  # a season is looked at in so many parts: fits stay within a tick
 _ARIMA_POINTS = 240
@@ -44,12 +48,9 @@ class Fit:
 
 
 def check_predictor(predictive: Predictive) -> None:
-    """Raise ConfigError where the predictor of a policy needs what is not installed."""
-    type_ = predictive.predictor.type
-    needs_it = type_ in (PredictorType.HOLT_WINTERS, PredictorType.ARIMA)
-    is_on = predictive.mode is not PredictiveMode.OFF
-    if is_on and needs_it and find_spec("statsmodels") is None:
-        raise ConfigError(_missing(type_))
+    """Load what the predictor of a policy needs; ConfigError where it is not installed."""
+    if predictive.mode is not PredictiveMode.OFF and predictive.predictor.type in _MODULES:
+        _statsmodels(predictive.predictor.type)
 
 
 def advance_level(series: Series, kalman: Kalman, point: float, steps: int) -> Series:
@@ -103,7 +104,7 @@ def _holt_winters(fit: Fit, season: int) -> list[float] | None:
     parts = len(fit.history) // width
     history = fit.history[-parts * width :]
     means = [sum(history[i * width : (i + 1) * width]) / width for i in range(parts)]
-    model = _statsmodels("statsmodels.tsa.holtwinters", fit.predictor.type).ExponentialSmoothing(
+    model = _statsmodels(fit.predictor.type).ExponentialSmoothing(
         means, trend="add", damped_trend=True, seasonal="add",
         seasonal_periods=max(2, round(season / width)), initialization_method="heuristic",
     )  # fmt: skip
@@ -111,24 +112,19 @@ def _holt_winters(fit: Fit, season: int) -> list[float] | None:
 
 
 def _arima(fit: Fit) -> list[float] | None:
-    model = _statsmodels("statsmodels.tsa.arima.model", fit.predictor.type).ARIMA(
-        list(fit.history), order=_ARIMA_ORDER
-    )
+    model = _statsmodels(fit.predictor.type).ARIMA(list(fit.history), order=_ARIMA_ORDER)
     return _forecast(model, fit.steps)
 
 
 # Any: statsmodels has no types.
-def _statsmodels(module: str, wanted_by: PredictorType) -> Any:
+def _statsmodels(wanted_by: PredictorType) -> Any:
     try:
-        return import_module(module)
+        return import_module(_MODULES[wanted_by])
     except ModuleNotFoundError as error:
-        raise ConfigError(_missing(wanted_by)) from error
-
-
-def _missing(wanted_by: PredictorType) -> str:
-    return (
-        f"predictor {wanted_by.value} needs statsmodels: install isthmus[forecast], or use Kalman"
-    )
+        raise ConfigError(
+            f"predictor {wanted_by.value} needs statsmodels: install isthmus[forecast], or use "
+            "Kalman"
+        ) from error
 
 
 def _forecast(model: Any, steps: int) -> list[float] | None:
