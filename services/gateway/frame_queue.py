@@ -15,13 +15,12 @@ class FrameQueue:
     """Writes frames one after another. Belongs to one call, and ends with it."""
 
     def __init__(self, write: Callable[[inference_pb2.GenerateFrame], Awaitable[None]]) -> None:
-        """Start empty; the task is made for the first frame, as short answers have none here."""
         self._write = write
         self._frames: deque[inference_pb2.GenerateFrame] = deque()
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None  # made for the first frame
 
     def put(self, frame: inference_pb2.GenerateFrame) -> bool:
         """Have a frame written; False when too many wait, or the call is gone."""

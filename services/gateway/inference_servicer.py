@@ -108,7 +108,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             if failure is not None:
                 progress.code = failure.spec.code
-            self._record("Generate", progress)
+            # Noted while the status is on its way.
+            ended_at = self._clock.now()
+            asyncio.get_running_loop().call_soon(self._record, "Generate", progress, ended_at)
         if failure is not None:
             await abort(context, failure)
 
@@ -147,7 +149,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             progress.code = error.spec.code
             await abort(context, error)
         finally:
-            self._record("Tokenize", progress)
+            self._record("Tokenize", progress, self._clock.now())
         return inference_pb2.TokenizeResponse(token_ids=pack_token_ids(ids), count=len(ids))
 
     async def Detokenize(
@@ -168,7 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             progress.code = error.spec.code
             await abort(context, error)
         finally:
-            self._record("Detokenize", progress)
+            self._record("Detokenize", progress, self._clock.now())
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _admitted(
@@ -217,8 +219,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         writer: _FrameWriter,
     ) -> None:
         key, digest = _idempotency(request)
+        # The first token never goes through it: it says more than the others.
+        sink = None if spec.max_tokens == 1 else writer.sink
         try:
-            await self._desk.generate(spec, arrival, writer.write, key, digest, writer.sink)
+            await self._desk.generate(spec, arrival, writer.write, key, digest, sink)
         except IsthmusError as error:
             if error.spec.code != "slow_reader":  # who does not read is not waited for
                 await writer.drained()  # an error's status must not overtake what came before it
@@ -267,13 +271,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             size = len(getattr(request, param).encode())
             check_count(size, self._limits.max_id_bytes, param, "bytes")
 
-    def _record(self, route: str, progress: _Progress) -> None:
+    def _record(self, route: str, progress: _Progress, ended_at: float) -> None:
         self._hooks.request_finished(
             RequestRecord(
                 door="grpc",
                 route=route,
                 code=progress.code,
-                duration_s=self._clock.now() - progress.received_at,
+                duration_s=ended_at - progress.received_at,
                 request_id=progress.request_id,
                 ttft_s=progress.ttft_s,
                 end=progress.end,
@@ -307,18 +311,20 @@ class _FrameWriter:
         self._clock = clock
         # An end waits for what follows it: the last frame carries usage.
         self._pending: inference_pb2.GenerateFrame | None = None
-        self._queue = FrameQueue(context.write)
+        self._queue: FrameQueue | None = None  # made when something goes through the sink
         self._next_index = 0  # where there is one choice
         self.sink = LiveSink(self)
 
     async def drained(self) -> None:
         """Wait until what went through the sink is written."""
-        await self._queue.drained()
+        if self._queue is not None:
+            await self._queue.drained()
 
     def close(self) -> None:
         """Write nothing more."""
         self.sink.is_open = False
-        self._queue.close()
+        if self._queue is not None:
+            self._queue.close()
 
     # -- Door, of the sink -------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ class _FrameWriter:
         """Put it into the queue; not the first one, which has to wait for the metadata."""
         if self._progress.ttft_s is None:
             return False
-        if not self._queue.put(delta_frame(output, with_ids=self._with_ids)):
+        if not self._put(delta_frame(output, with_ids=self._with_ids)):
             return False
         self._next_index = output.first_index + len(output.token_ids)
         return True
@@ -340,17 +346,22 @@ class _FrameWriter:
 
     def _write_text(self, text: str) -> bool:
         frame = inference_pb2.GenerateFrame(first_index=self._next_index, num_tokens=1, text=text)
-        if not self._queue.put(frame):
+        if not self._put(frame):
             return False
         self._next_index += 1
         return True
+
+    def _put(self, frame: inference_pb2.GenerateFrame) -> bool:
+        if self._queue is None:
+            self._queue = FrameQueue(self._context.write)
+        return self._queue.put(frame)
 
     # -- what the request's task writes ------------------------------------------------------
 
     async def write(self, outputs: Sequence[RouterOutput]) -> None:
         """Write frames, but for the end of a choice that may be the last."""
         self.sink.is_open = False  # it must not overtake these
-        if self._pending is None:
+        if self._pending is None and self._queue is not None:
             self._pending = self._queue.take_back()
         for output in outputs:
             if isinstance(output, ChoiceDelta):
@@ -384,7 +395,8 @@ class _FrameWriter:
             await _end_of(self._head)
             frame.request_id = progress.request_id
             progress.ttft_s = self._clock.now() - progress.received_at
-        await self._queue.drained()
+        if self._queue is not None:
+            await self._queue.drained()
         await self._context.write(frame)
 
 
