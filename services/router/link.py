@@ -332,7 +332,7 @@ class WorkerLink:
     async def _write(self, call: LinkCall) -> None:
         """Write what has gathered since the last frame; a write in progress gathers more."""
         while True:
-            # Woken in the next tick, so everything this tick's handlers have to say is in one frame.
+            # Woken in the next tick: all that this tick's handlers have to say is in one frame.
             await self._wake.wait()
             self._wake.clear()
             frame = self._next_frame()
