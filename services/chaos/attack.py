@@ -25,7 +25,7 @@ FREE_AFTER_S = LEASE_S + 4.0  # everything must be back this long after the last
 CUTTING_DRAIN_S = 0.5  # of a router: less than many answers take, which it has to cut off
 _SETTINGS: Mapping[str, Mapping[str, object]] = {
     "transfer": {"lease_ms": round(LEASE_S * 1000)},
-    "worker": {"num_blocks": 640, "threads": 1, "drain_s": 1.0},
+    "worker": {"threads": 1, "drain_s": 1.0},
 }
 LIVE_TIMEOUT_S = 60.0  # a busy machine starts a router slowly
 _END_TIMEOUT_S = 30.0  # of a process told to end, its drain included
@@ -60,12 +60,14 @@ async def loaded_cluster(
     *,
     router_drain_s: float = CUTTING_DRAIN_S,
     has_store_proxy: bool = False,
+    num_blocks: int = 640,
 ) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
     """Two workers of each role, two routers, and clients that know every answer."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
         model_dir, bodies, answers = await known_requests(Path(made), seed, load.shape)
         vary(bodies, answers, TextModel.load(model_dir), seed)
         settings = {**_SETTINGS, "router": {"drain_s": router_drain_s}}
+        settings["worker"] = {**settings["worker"], "num_blocks": num_blocks}
         plan = RigPlan(
             model_dir, routers=2, speed=SPEED, settings=settings, has_store_proxy=has_store_proxy
         )

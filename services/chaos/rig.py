@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -217,6 +219,11 @@ class Rig:
         self.store_proxy: TcpProxy | None = None
 
     @property
+    def model_dir(self) -> Path:
+        """Where its model is."""
+        return self._plan.model_dir
+
+    @property
     def grpc(self) -> str:
         """Address of the first router."""
         return self.routers[0].grpc
@@ -237,11 +244,8 @@ class Rig:
             for index in range(self._plan.routers):
                 self.routers.append(RigRouter(f"router-{index}", path))
                 self.routers[-1].spawn()
-            launch = launch_program if self._forks is None else self._forks.launch
             for name, role, planes in _names(self._plan):
-                worker = RigWorker(name, role, planes, self._plan, path, launch)
-                self.workers.append(worker)
-                worker.spawn(self._first_point(worker))
+                self._begin_worker(name, role, planes)
         except BaseException:
             self._close_forks()
             self._runtime.remove()
@@ -273,6 +277,25 @@ class Rig:
         if self.store_proxy is not None:
             self.store_proxy.stop()
         self._runtime.remove()
+
+    def add_worker(self, role: str) -> RigWorker:
+        """Start one more worker of a role, under the first name that is free."""
+        taken = {worker.name for worker in self.workers}
+        index = next(i for i in count() if f"{role}-{i}" not in taken)
+        return self._begin_worker(f"{role}-{index}", role, planes_of(self._plan, role, index))
+
+    def _begin_worker(self, name: str, role: str, planes: str) -> RigWorker:
+        launch = launch_program if self._forks is None else self._forks.launch
+        worker = RigWorker(name, role, planes, self._plan, self._runtime.path, launch)
+        self.workers.append(worker)
+        worker.spawn(self._first_point(worker))
+        return worker
+
+    async def forget_worker(self, worker: RigWorker) -> None:
+        """Let go of a worker whose process has ended."""
+        self.workers.remove(worker)
+        await worker.close()
+        shutil.rmtree(self._runtime.path / worker.name, ignore_errors=True)
 
     def _close_forks(self) -> None:
         if self._forks is not None:

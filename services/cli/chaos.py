@@ -99,6 +99,20 @@ def rolling(
     return _judge(partial(run, RollingPlan(seed, rounds)), json)
 
 
+@app.command("scale")
+def scale(
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MAX_ROUNDS, help="Times both pools grow and shrink.")
+    ] = 20,
+    json: Json = False,
+) -> int:
+    """Resize both pools 2-4-2 under load by the autoscaler; no client may notice."""
+    from services.chaos.scale import ScalePlan, run
+
+    return _judge(partial(run, ScalePlan(seed, rounds)), json)
+
+
 @app.command("store")
 def store(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests and faults.")] = 0,
