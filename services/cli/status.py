@@ -14,6 +14,7 @@ from services.cli.router_options import DEFAULT_SERVER, ApiKey, CaFile, Server, 
 
 if TYPE_CHECKING:
     import grpc
+    from rich.console import Console
     from rich.table import Table
 
     from services.cli.dial import Dial
@@ -136,6 +137,9 @@ def to_json(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) ->
         "degraded": cluster.degraded,
         "degraded_reason": cluster.degraded_reason,
         "workers": workers,
+        "autoscaler": (
+            message_fields(cluster.autoscaler) if cluster.HasField("autoscaler") else None
+        ),
     }
 
 
@@ -151,13 +155,29 @@ def _print_cluster(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answ
     if cluster.degraded:
         line = f"degraded: {cluster.degraded_reason}"
         console.print(line, style="yellow", highlight=False, markup=False)
+    if cluster.HasField("autoscaler"):
+        _print_autoscaler(console, cluster)
     if not cluster.workers:
-        console.print("no workers yet (still loading?)", highlight=False)
+        is_zero = cluster.HasField("autoscaler") and not any(
+            pool.desired for pool in cluster.autoscaler.pools
+        )
+        why = "scaled to zero: the next request starts some" if is_zero else "still loading?"
+        console.print(f"no workers yet ({why})", highlight=False)
         return
     console.print(worker_table(cluster, own))
     for view in cluster.workers:
         line = about_worker(view, own[view.worker_id])
         console.print(line, highlight=False, markup=False)
+
+
+def _print_autoscaler(console: Console, cluster: admin_pb2.ClusterStatusResponse) -> None:
+    from services.cli.top import pool_rows, pool_table
+
+    told = cluster.autoscaler
+    holds = f" · {', '.join(told.conditions)}" if told.conditions else ""
+    line = f"autoscaler: policy {told.policy} · mode {told.mode}{holds}"
+    console.print(line, highlight=False, markup=False)
+    console.print(pool_table(pool_rows([cluster])))
 
 
 def worker_table(cluster: admin_pb2.ClusterStatusResponse, own: dict[str, Answer]) -> Table:

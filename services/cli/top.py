@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,10 +14,13 @@ from services.cli.router_options import ApiKey, CaFile, Servers, Tls
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from services.cli.routers import Routers
     from services.pb import admin_pb2
 
+Rows = tuple["list[RouterRow]", "list[WorkerRow]", "list[PoolRow]"]
+_COUNTS = ("desired", "ready", "pending", "draining")
 Statuses = Mapping[str, "admin_pb2.ClusterStatusResponse"]  # by router address
 
 
@@ -54,6 +57,19 @@ class WorkerRow:
     step_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class PoolRow:
+    """One pool that an autoscaler resizes."""
+
+    pool: str
+    desired: int
+    ready: int
+    pending: int
+    draining: int
+    limited_by: str
+    reason: str
+
+
 def top(
     server: Servers = None,
     api_key: ApiKey = "",
@@ -83,7 +99,7 @@ def top(
     return status
 
 
-def _show_live(frames: Iterator[tuple[list[RouterRow], list[WorkerRow]]]) -> int:
+def _show_live(frames: Iterator[Rows]) -> int:
     from rich.live import Live
 
     status = exits.FAILED
@@ -94,9 +110,7 @@ def _show_live(frames: Iterator[tuple[list[RouterRow], list[WorkerRow]]]) -> int
     return status
 
 
-def _frames(
-    routers: Routers, interval_s: float, count: int
-) -> Iterator[tuple[list[RouterRow], list[WorkerRow]]]:
+def _frames(routers: Routers, interval_s: float, count: int) -> Iterator[Rows]:
     """Look, compare with the look before, wait."""
     from services.cli.routers import calling, complain
     from services.pb import admin_pb2
@@ -109,7 +123,7 @@ def _frames(
         for reply in replies:
             complain(reply)
         now = {reply.server: reply.answer for reply in replies if reply.answer is not None}
-        yield router_rows(before, now), worker_rows(now.values())
+        yield router_rows(before, now), worker_rows(now.values()), pool_rows(now.values())
         before = now
         number += 1
         if number == count:
@@ -176,8 +190,25 @@ def _worker_row(worker: admin_pb2.WorkerView) -> WorkerRow:
     )
 
 
-def plain_lines(routers: Sequence[RouterRow], workers: Sequence[WorkerRow]) -> Iterator[str]:
-    """One line a router and a worker, for a pipe."""
+def pool_rows(statuses: Iterable[admin_pb2.ClusterStatusResponse]) -> list[PoolRow]:
+    """Return what the autoscaler said last, by the router that heard it last; often nothing."""
+    told = [status.autoscaler for status in statuses if status.HasField("autoscaler")]
+    newest = max(told, key=lambda autoscaler: autoscaler.at_unix_ms, default=None)
+    if newest is None:
+        return []
+    return [
+        PoolRow(
+            pool.pool, pool.desired, pool.ready, pool.pending, pool.draining, pool.limited_by,
+            pool.reason,
+        )
+        for pool in newest.pools
+    ]  # fmt: skip
+
+
+def plain_lines(
+    routers: Sequence[RouterRow], workers: Sequence[WorkerRow], pools: Sequence[PoolRow] = ()
+) -> Iterator[str]:
+    """One line a router, a worker and a pool, for a pipe."""
     for r in routers:
         yield (
             f"router {r.router_id} open={r.num_open} req/s={r.requests_per_s:.1f} "
@@ -192,9 +223,37 @@ def plain_lines(routers: Sequence[RouterRow], workers: Sequence[WorkerRow]) -> I
             f"waiting={w.waiting} queued_tokens={w.queued_tokens} kv={_share(w.kv_used)} "
             f"prefill_tok/s={w.rate_tok_s:.0f} step_ms={w.step_ms:.1f}"
         )
+    yield from map(pool_line, pools)
 
 
-def tables(routers: Sequence[RouterRow], workers: Sequence[WorkerRow]) -> RenderableType:
+def pool_line(pool: PoolRow) -> str:
+    """One line of a pool's size."""
+    return (
+        f"pool {pool.pool} desired={pool.desired} ready={pool.ready} pending={pool.pending} "
+        f"draining={pool.draining}"
+        + (f" limited_by={pool.limited_by}" if pool.limited_by else "")
+        + (f" reason={pool.reason!r}" if pool.reason else "")
+    )
+
+
+def pool_table(pools: Sequence[PoolRow]) -> Table:
+    """The same for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("pool", "desired", "ready", "pending", "draining", "limited by", "reason"):
+        justify: Literal["left", "right"] = "right" if column in _COUNTS else "left"
+        table.add_column(column, justify=justify)
+    for p in pools:
+        sizes = (str(size) for size in (p.desired, p.ready, p.pending, p.draining))
+        table.add_row(Text(p.pool), *sizes, p.limited_by or "-", Text(p.reason))
+    return table
+
+
+def tables(
+    routers: Sequence[RouterRow], workers: Sequence[WorkerRow], pools: Sequence[PoolRow] = ()
+) -> RenderableType:
     """The same for a terminal."""
     from rich.console import Group
     from rich.table import Table
@@ -231,7 +290,10 @@ def tables(routers: Sequence[RouterRow], workers: Sequence[WorkerRow]) -> Render
             f"{w.rate_tok_s:.0f}",
             f"{w.step_ms:.1f}",
         )
-    return Group(top_table, Text(""), worker_table)
+    parts: list[RenderableType] = [top_table, Text(""), worker_table]
+    if pools:
+        parts += [Text(""), pool_table(pools)]
+    return Group(*parts)
 
 
 def _share(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Slices of `isthmus chaos router`, `rolling` and `store`: no client notices anything."""
+"""Slices of `isthmus chaos router`, `rolling`, `store` and `scale`: no client notices anything."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from services.chaos.attack import Load
 from services.chaos.rolling import RollingPlan
 from services.chaos.rolling import run as run_rolling
 from services.chaos.router import RouterCampaign, run
+from services.chaos.scale import ScalePlan
+from services.chaos.scale import run as run_scale
 from services.chaos.store import StorePlan
 from services.chaos.store import run as run_store
 
@@ -36,3 +38,9 @@ def test_a_hurt_store_fails_no_request_and_hints_come_back() -> None:
     backs = [value for name, value in result.figures.items() if name.startswith("hints_back")]
     assert len(backs) == 7
     assert all(isinstance(value, float) and value < 30 for value in backs), result.to_json()
+
+
+def test_pools_grow_and_shrink_and_no_client_notices() -> None:
+    """RB-105, RB-108, G10, G11: who leaves refuses work, empties, and then ends."""
+    result = run_scale(ScalePlan(seed=2, rounds=1, load=Load(clients=6)))
+    assert not [bar for bar in result.bars if not bar.is_met], result.to_json()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.cli.top import plain_lines, router_rows, worker_rows
+from services.cli.top import plain_lines, pool_rows, router_rows, worker_rows
 from services.pb import admin_pb2, worker_pb2
 
 
@@ -46,3 +46,23 @@ def test_worker_that_two_routers_know_is_shown_once() -> None:
     assert lines[0].startswith("worker d0 role=decode state=live running=0")
     assert "kv=75%" in lines[0]
     assert "kv=-" in lines[1]
+
+
+def pools_of(at_unix_ms: int, desired: int, limited_by: str = "") -> admin_pb2.Autoscaler:
+    pool = admin_pb2.AutoscaledPool(
+        pool="decode", ready=2, pending=1, draining=3, desired=desired, limited_by=limited_by,
+        reason="ITL: above its target",
+    )  # fmt: skip
+    return admin_pb2.Autoscaler(policy="chat", mode="Auto", at_unix_ms=at_unix_ms, pools=[pool])
+
+
+def test_pools_are_those_of_the_router_that_heard_last() -> None:
+    one = admin_pb2.ClusterStatusResponse(router_id="r0", autoscaler=pools_of(1, 5))
+    two = admin_pb2.ClusterStatusResponse(router_id="r1", autoscaler=pools_of(2, 4, "budget"))
+    none = admin_pb2.ClusterStatusResponse(router_id="r2")
+    lines = list(plain_lines([], [], pool_rows([one, two, none])))
+    assert lines == [
+        "pool decode desired=4 ready=2 pending=1 draining=3 limited_by=budget "
+        "reason='ITL: above its target'"
+    ]
+    assert pool_rows([none]) == []
