@@ -17,6 +17,7 @@ from services.autoscaler.epoch_clock import EpochClock
 from services.autoscaler.leadership import Lease
 from services.autoscaler.policy import PoolAutoscalingPolicy
 from services.autoscaler.policy_file import load_policy
+from services.autoscaler.predictors import check_predictor
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import External, SignalReader
 from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
@@ -78,6 +79,13 @@ def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
     return dial
 
 
+def _read(path: Path) -> PoolAutoscalingPolicy:
+    """Read a policy that can be followed with what is installed here; raises ConfigError."""
+    policy = load_policy(path)
+    check_predictor(policy.spec.predictive)
+    return policy
+
+
 class _AutoscalerProcess:
     """The phases of one process."""
 
@@ -87,9 +95,7 @@ class _AutoscalerProcess:
         self._options = options
         self._metrics = Metrics.enabled()
         self._metrics_server: MetricsServer | None = None
-        policy = WatchedFile(
-            "--policy", (options.policy,), lambda: load_policy(options.policy), clock
-        )
+        policy = WatchedFile("--policy", (options.policy,), lambda: _read(options.policy), clock)
         namespace = namespace_of(read_manifest(model_dir).weights_digest)
         self._registry = RedisRegistryReader(store_address(config.store), namespace, clock)
         scaling = ScalingStore(Keys(namespace), self._registry.run)
