@@ -25,6 +25,7 @@ from services.engine.residency import BlockContent
 from services.engine.sampler import sample
 from services.kv.memory import KvPoolMemory
 from services.runtime.process import die_with_parent
+from services.runtime.run import Leash
 from services.telemetry.logs import setup_logging
 from services.worker.main import run_worker
 
@@ -131,8 +132,8 @@ def load_scripted_backend(_config: IsthmusConfig, _model_dir: Path) -> ScriptedB
     return ScriptedBackend(Speed.from_environ(os.environ))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker until a signal; return the exit status."""
+def main(arguments: Sequence[str] | None = None, leash: Leash | None = None) -> int:
+    """Run a worker until a signal or the leash; return the exit status."""
     if not die_with_parent(os.environ):
         return 1
     parser = argparse.ArgumentParser(prog="scripted_worker", description=__doc__)
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             static={"worker_id": config.worker.worker_id, "role": config.worker.role},
             secrets=[config.store.url.get_secret_value()],
         )
-        return run_worker(config, load_scripted_backend)
+        return run_worker(config, load_scripted_backend, leash)
     except ConfigError as error:
         sys.stderr.write(f"scripted_worker: configuration: {error}\n")
         return 2

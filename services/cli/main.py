@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +33,9 @@ from services.cli import (
     top,
     up,
 )
+
+if TYPE_CHECKING:
+    from services.runtime.run import Leash
 
 app = typer.Typer(
     name="isthmus",
@@ -106,14 +109,19 @@ def main() -> None:
     sys.exit(run())
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """Run with the given arguments and return the exit status."""
+def run(arguments: list[str] | None = None, leash: Leash | None = None) -> int:
+    """Run with the given arguments and return the exit status.
+
+    Args:
+        arguments: None = the process's own.
+        leash: holds a worker that runs in a process of others, on any thread.
+    """
     from services.runtime.process import die_with_parent
 
     if not die_with_parent(os.environ):
         return exits.FAILED
     try:
-        result = app(arguments, standalone_mode=False)
+        result = app(arguments, standalone_mode=False, obj=leash)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
     except Exception as error:

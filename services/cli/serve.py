@@ -99,6 +99,7 @@ def router(
 
 
 def worker(
+    context: typer.Context,
     config: ConfigFile = None,
     role: Annotated[Role | None, typer.Option(help="Pool of this worker.")] = None,
     model: ModelName = None,
@@ -143,7 +144,7 @@ def worker(
     from services.worker.main import run_worker
     from services.worker.model_backend import load_model_backend
 
-    return run_worker(loaded, load_model_backend)
+    return run_worker(loaded, load_model_backend, context.obj)
 
 
 def _further(entry: str, cache_dir: Path | None) -> tuple[str, Path]:

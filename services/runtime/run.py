@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,17 +39,63 @@ class Phases:
     failed: Callable[[], Awaitable[str]] | None = None
 
 
-def run_service(phases: Phases, *, drain_s: float, use_uvloop: bool = True) -> int:
-    """Run until SIGTERM or SIGINT; return the process's exit status.
+class Leash:
+    """Holds a service that runs beside others in its process, where signals are not its own.
+
+    Its methods may be called from any thread, before the service runs, and after it.
+    """
+
+    def __init__(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """`on_ready` is called on the service's thread once it can take requests."""
+        self.on_ready = on_ready
+        self.drain_s: float | None = None  # None = the service's own
+        self._lock = threading.Lock()
+        self._is_pulled = False
+        self._wake: Callable[[], None] | None = None
+
+    def pull(self, drain_s: float | None = None) -> None:
+        """Ask the service to drain, for so long at most, and to end; only the first one counts."""
+        with self._lock:
+            if self._is_pulled:
+                return
+            self._is_pulled, self.drain_s = True, drain_s
+            if self._wake is not None:
+                self._wake()
+
+    @contextlib.contextmanager
+    def held_by(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterator[None]:
+        """Set the event on that loop when pulled, for the duration of a block."""
+        with self._lock:
+            self._wake = lambda: _wake_up(loop, stopping)
+            if self._is_pulled:
+                stopping.set()
+        try:
+            yield
+        finally:
+            with self._lock:  # the loop is about to close
+                self._wake = None
+
+
+def _wake_up(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(stopping.set)
+
+
+def run_service(
+    phases: Phases, *, drain_s: float, use_uvloop: bool = True, leash: Leash | None = None
+) -> int:
+    """Run until SIGTERM or SIGINT, or until the leash is pulled; return the exit status.
 
     The first signal drains. After it both signals have their default action, so that a second
-    one ends the process at once, whatever the event loop is doing.
+    one ends the process at once, whatever the event loop is doing. With a leash signals are left
+    alone: the process is not the service's, and this may be any thread.
 
     Raises:
         ConfigError, ModelFileError: from `start`, after `stop`; the caller shows them to people.
     """
     with asyncio.Runner(loop_factory=_loop_factory(use_uvloop)) as runner:
-        return runner.run(_run(phases, drain_s))
+        if leash is None:
+            return runner.run(_run(phases, drain_s))
+        return runner.run(_run_on_leash(phases, drain_s, leash))
 
 
 def _loop_factory(use_uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -73,21 +121,38 @@ async def _run(phases: Phases, drain_s: float) -> int:
     for number in signals:
         loop.add_signal_handler(number, on_signal, number)
     try:
-        return await _live(phases, stopping, drain_s)
+        return await _live(phases, stopping, lambda: drain_s)
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
 
 
-async def _live(phases: Phases, stopping: asyncio.Event, drain_s: float) -> int:
+async def _run_on_leash(phases: Phases, drain_s: float, leash: Leash) -> int:
+    stopping = asyncio.Event()
+    with leash.held_by(asyncio.get_running_loop(), stopping):
+        return await _live(
+            phases,
+            stopping,
+            lambda: drain_s if leash.drain_s is None else leash.drain_s,
+            leash.on_ready,
+        )
+
+
+async def _live(
+    phases: Phases,
+    stopping: asyncio.Event,
+    drain_s: Callable[[], float],
+    on_ready: Callable[[], None] = lambda: None,
+) -> int:
     signalled: _Waiter = asyncio.ensure_future(stopping.wait())
     try:
         if not await _start(phases, signalled):
             await _stop(phases)
             return EXIT_OK if signalled.done() else EXIT_FAILED
+        on_ready()
         fault = await _until_signal_or_fault(phases, signalled)
         if fault is None:
-            await _drain(phases, drain_s)
+            await _drain(phases, drain_s())
         else:
             _log(logging.ERROR, "service.failed", reason=fault)
         is_stopped = await _stop(phases)

@@ -39,7 +39,7 @@ from services.registry.schema import namespace_of
 from services.registry.store_client import store_address
 from services.runtime.fault_points import FaultPoints
 from services.runtime.open_files import ensure_open_files
-from services.runtime.run import Phases, run_service
+from services.runtime.run import Leash, Phases, run_service
 from services.runtime.runtime_dir import RuntimeDir
 from services.runtime.tls import TlsIdentity, cluster_identity
 from services.telemetry.certificates import watch_expiry
@@ -102,14 +102,18 @@ class Parts:
     totals: tuple[Total, ...]
 
 
-def run_worker(config: IsthmusConfig, load_backend: LoadBackend) -> int:
-    """Run until a signal; return the exit status. Configuration errors raise ConfigError."""
+def run_worker(config: IsthmusConfig, load_backend: LoadBackend, leash: Leash | None = None) -> int:
+    """Run until a signal or, in a process of others, the leash; return the exit status.
+
+    Configuration errors raise ConfigError.
+    """
     ensure_open_files()
     worker = _Worker(config, load_backend, SystemClock())
     try:
         return run_service(
             Phases(worker.start, worker.drain, worker.stop, worker.failed),
             drain_s=config.worker.drain_s,
+            leash=leash,
         )
     finally:
         worker.remove_runtime_dir()
@@ -389,7 +393,7 @@ class _Worker:
         """Leave the routers' choice, then wait for open requests and lent blocks."""
         assert self._parts is not None
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._parts.operations.leave(self._config.worker.drain_s)
+        await self._parts.operations.leave()
 
     async def stop(self) -> None:
         """End what is left with a code, then free everything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Protocol
 
 from services.common.clock import Clock
@@ -41,20 +42,21 @@ class WorkerOperations:
         self._is_drained = False  # by somebody who wants it to stay so
         self._is_changing_pool = False
 
-    async def leave(self, timeout_s: float) -> None:
-        """Drain for good: the process is about to end."""
+    async def leave(self) -> None:
+        """Drain for good: the process is about to end, and whoever ends it sets the limit."""
         self._is_leaving = True
-        await self.drain(timeout_s)
+        self._is_drained = True
+        await self._empty(math.inf)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work and wait for open work items and lent blocks; False if some are left."""
         self._is_drained = True
-        return await self._empty(timeout_s)
+        return await self._empty(min(timeout_s, MAX_DRAIN_S))
 
     async def _empty(self, timeout_s: float) -> bool:
         self._shell.begin_drain()
         self._registration.set_state("draining")
-        end = self._clock.now() + min(timeout_s, MAX_DRAIN_S)
+        end = self._clock.now() + timeout_s
         while not self._is_idle():
             if self._clock.now() >= end:
                 return False
@@ -87,7 +89,7 @@ class WorkerOperations:
             raise RequestError("duplicate_request", "it is changing its pool already")
         self._is_changing_pool = True
         try:
-            if not await self._empty(drain_s):
+            if not await self._empty(min(drain_s, MAX_DRAIN_S)):
                 raise RequestError(
                     "deadline_exceeded",
                     f"{self._shell.num_open()} work items were still open after {drain_s:g} s",

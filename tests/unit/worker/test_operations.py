@@ -101,7 +101,8 @@ async def test_drain_that_comes_during_a_change_of_pool_outlasts_it() -> None:
 
 async def test_worker_that_leaves_is_not_called_back() -> None:
     rig = Rig()
-    await rig.operations.leave(0.0)
+    rig.engine.load_value = EngineLoad(requests_open=0)
+    await rig.operations.leave()
     with pytest.raises(RequestError) as caught:
         rig.operations.undrain()
     assert caught.value.spec.code == "draining"
