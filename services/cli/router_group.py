@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli import exits
-from services.cli.settings import CONFIG_VARIABLE
 from services.cli.supervisor import StopSignals
 from services.cli.unit import FAILED, READY, UnitState, is_port_free
 from services.common.address import HeldPort, family_of
 from services.common.clock import Clock, SystemClock
+from services.common.config_source import without_settings
 from services.common.errors import ConfigError
 from services.runtime.process import PARENT_VARIABLE
 from services.runtime.runtime_dir import RuntimeDir
@@ -216,13 +216,7 @@ class RouterGroup:
 
 
 def _environ() -> dict[str, str]:
-    """The environment without settings: a member's file holds all of them, merged."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name != CONFIG_VARIABLE and not (name.startswith("ISTHMUS_") and "__" in name)
-    }
-    return {**kept, PARENT_VARIABLE: str(os.getpid())}
+    return {**without_settings(os.environ), PARENT_VARIABLE: str(os.getpid())}
 
 
 def _write_private(path: Path, config: IsthmusConfig) -> None:

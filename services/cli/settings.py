@@ -12,12 +12,13 @@ from services.cli.progress import Progress
 if TYPE_CHECKING:
     from services.common.config import IsthmusConfig
 
-CONFIG_VARIABLE = "ISTHMUS_CONFIG"
 DEFAULT_FILE = Path("isthmus.yaml")
 
 
 def find_config(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The file to read: the flag, $ISTHMUS_CONFIG, ./isthmus.yaml, or none."""
+    from services.common.config_source import CONFIG_VARIABLE
+
     if path is not None:
         return path
     if environ.get(CONFIG_VARIABLE):

@@ -90,6 +90,15 @@ class UnitState:
         self.state = STOPPED
 
 
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a process that was placed by somebody else listens."""
+
+    host: str
+    grpc_port: int
+    http_port: int = 0
+
+
 class Unit:
     """A router or worker process with its ports, log and health."""
 
@@ -102,7 +111,9 @@ class Unit:
         launch: Launch = launch_program,
         dial: Dial = plaintext,
         scheme: str = "http",
+        where: Callable[[], Listening | None] | None = None,
     ) -> None:
+        """`where` tells the addresses of one that draws its own ports, once it has."""
         self.plan = plan
         self.dial = dial
         self.scheme = scheme  # of its HTTP front door
@@ -110,6 +121,8 @@ class Unit:
         self.grpc_port = 0
         self.http_port = 0
         self.child: Child = Child(plan.name, [], environ, log_dir / f"{plan.name}.log", launch)
+        self._host = plan.grpc_host
+        self._where = where
         self._make_command = make_command
         self._probe: HealthProbe | None = None
         self._held: list[HeldPort] = []
@@ -117,7 +130,7 @@ class Unit:
     @property
     def grpc(self) -> str:
         """Address of its gRPC server."""
-        return join_host_port(self.plan.grpc_host, self.grpc_port)
+        return join_host_port(self._host, self.grpc_port) if self.grpc_port else ""
 
     @property
     def http(self) -> str:
@@ -129,23 +142,45 @@ class Unit:
     @property
     def metrics(self) -> str:
         """Address of its /metrics, empty if it serves none."""
-        return join_host_port(self.plan.http_host, self.http_port) if self.plan.http_host else ""
+        host = self.plan.http_host if self.plan.role == "router" else self._host
+        return join_host_port(host, self.http_port) if self.http_port else ""
 
     def spawn(self) -> None:
         """Start a life; ports nobody asked for by number are drawn anew."""
         self.close_probe()
         self.release_ports()
-        self.grpc_port = self.plan.grpc_port or self._draw_port(self.plan.grpc_host)
-        if self.plan.http_host:
-            self.http_port = self.plan.http_port or self._draw_port(self.plan.http_host)
+        self.grpc_port = self.http_port = 0
+        if self._where is None:
+            self._draw_ports()
         self.child.argv = self._make_command(self.plan, self.grpc_port, self.http_port)
         self.child.spawn()
         self.state.spawned()
+        if self._where is None:
+            self._open_probe()
+
+    def _draw_ports(self) -> None:
+        self.grpc_port = self.plan.grpc_port or self._draw_port(self.plan.grpc_host)
+        if self.plan.http_host:
+            self.http_port = self.plan.http_port or self._draw_port(self.plan.http_host)
+
+    def _open_probe(self) -> None:
         self._probe = HealthProbe(lambda: self.dial(self.grpc, OPTIONS))
+
+    def _find(self) -> None:
+        """Ask where the process listens, until it is known."""
+        if self._where is None or self._probe is not None or self.state.state != STARTING:
+            return
+        found = self._where()
+        if found is not None:
+            self._host, self.grpc_port, self.http_port = (
+                found.host, found.grpc_port, found.http_port,
+            )  # fmt: skip
+            self._open_probe()
 
     def tick(self, now: float) -> bool:
         """Look at the process, start it again when due; True = something changed."""
         before = (self.state.state, self.state.reason)
+        self._find()
         serving = None if self._probe is None else self._probe.poll(now)
         if self.state.observe(now, self.child.poll(), serving):
             self.spawn()

@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from services.cli.supervisor import Supervisor
     from services.cli.unit import Unit
     from services.cli.up_plan import Counts, PlannedProcess
+    from services.cli.up_ray import RayRuntime
     from services.cli.up_view import View
     from services.common.config import IsthmusConfig
     from services.runtime.process import Launch
@@ -34,6 +35,13 @@ class Dtype(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Runtime(StrEnum):
+    """What keeps the workers' processes."""
+
+    process = "process"
+    ray = "ray"
 
 
 class Engine(StrEnum):
@@ -76,6 +84,13 @@ def up(
         float, typer.Option(min=1, help="Seconds until everything must be ready.")
     ] = _START_TIMEOUT_S,
     log_level: LogLevel = None,
+    runtime: Annotated[
+        Runtime, typer.Option(help="Workers as child processes, or as Ray actors.")
+    ] = Runtime.process,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster for the workers: HOST:PORT, or auto; needs --redis."),
+    ] = None,
     engine: Annotated[Engine, typer.Option(hidden=True)] = Engine.model,
 ) -> int:
     """Start a store, routers and workers on this machine; Ctrl-C stops all of them."""
@@ -93,6 +108,7 @@ def up(
             "worker.threads": threads,
             "worker.num_blocks": num_blocks,
             "telemetry.log_level": log_level,
+            "ray.address": ray_address,
         },
     )
     from services.cli.up_plan import Counts
@@ -104,11 +120,13 @@ def up(
 
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes the signals over
     runtime_dir = RuntimeDir.create(os.environ)
+    run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
     try:
-        run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
         run.decode_dtype = None if decode_dtype is None else decode_dtype.value
         run.policy = policy
-        if engine is Engine.model:
+        run.engine = engine
+        run.uses_ray = runtime is Runtime.ray or ray_address is not None
+        if engine is Engine.model or run.uses_ray:
             return run.supervisor().run(start_timeout)
         from services.chaos.forking import Forks
 
@@ -116,6 +134,7 @@ def up(
             run.launch_scripted = forks.launch
             return run.supervisor().run(start_timeout)
     finally:
+        run.close()
         runtime_dir.remove()
 
 
@@ -148,6 +167,14 @@ class _Run:
         self.launch_scripted: Launch | None = None  # None = workers compute with the model
         self.decode_dtype: str | None = None
         self.policy: Path | None = None  # None = pools keep their size
+        self.engine = Engine.model
+        self.uses_ray = False
+        self._ray: RayRuntime | None = None
+
+    def close(self) -> None:
+        """End what was started besides the supervisor's processes."""
+        if self._ray is not None:
+            self._ray.close()
 
     def supervisor(self) -> Supervisor:
         """Resolve the model, start the store, plan the processes."""
@@ -164,6 +191,7 @@ class _Run:
         self._check_store()
         model_dir = settings.resolve_model(self._config)
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._open_ray(plans)
         store = self._start_store()
         self._write_config(store.url, model_dir)
         clock = SystemClock()
@@ -174,6 +202,8 @@ class _Run:
             "log_dir": str(self._log_dir),
             "started_unix_ms": clock.unix_ms(),
         }
+        if self._ray is not None:
+            facts["ray"] = self._ray.describe()
         supervisor = Supervisor(
             units=[self._unit(plan) for plan in plans],
             store=store,
@@ -192,16 +222,18 @@ class _Run:
         from services.runtime.threads import available_cores, default_threads
 
         router = self._config.router
-        self._threads = self._config.worker.threads or default_threads(
-            available_cores(), self._counts.workers
+        # Nobody here knows the cores of another machine: 0 = all that the worker finds.
+        threads_here = (
+            0 if self._is_on_cluster else default_threads(available_cores(), self._counts.workers)
         )
+        self._threads = self._config.worker.threads or threads_here
         # Workers of another machine may have the same store: names must not meet.
         self._tag = f"-{secrets.token_hex(3)}" if self._has_foreign_store else ""
         plans = plan_processes(
             self._counts,
             FrontDoors(router.grpc_host, router.grpc_port, router.http_host, router.http_port),
             threads=self._threads,
-            runtime_dir=self._runtime_dir,
+            runtime_dir=self._workers_dir,
             tag=self._tag,
             metrics_port=self._config.worker.metrics_port,
             decode_dtype=self.decode_dtype,
@@ -217,11 +249,16 @@ class _Run:
             role,
             index,
             threads=self._threads,
-            runtime_dir=self._runtime_dir,
+            runtime_dir=self._workers_dir,
             tag=self._tag,
             metrics_port=self._config.worker.metrics_port,
             decode_dtype=self.decode_dtype,
         )
+
+    @property
+    def _workers_dir(self) -> Path | None:
+        """Where workers of this machine have their directories."""
+        return None if self._is_on_cluster else self._runtime_dir
 
     @property
     def _control(self) -> Path:
@@ -237,15 +274,37 @@ class _Run:
         roles_of(load_policy(self.policy).spec)
 
     @property
+    def _is_on_cluster(self) -> bool:
+        """Whether workers run on nodes of somebody's Ray cluster."""
+        return self.uses_ray and bool(self._config.ray.address)
+
+    @property
     def _has_foreign_store(self) -> bool:
         """Whether flag, environment or file name a store of the user's own."""
         return "url" in self._config.store.model_fields_set
 
     def _check_store(self) -> None:
         from services.cli.store_unit import ping_store
+        from services.common.errors import ConfigError
+
+        if self._is_on_cluster and not self._has_foreign_store:
+            raise ConfigError(
+                "workers on other nodes need a store they can reach: give --redis (store.url)"
+            )
 
         if self._has_foreign_store:
             ping_store(self._config.store.url.get_secret_value())
+
+    def _open_ray(self, plans: Sequence[PlannedProcess]) -> None:
+        if not self.uses_ray:
+            return
+        from services.cli.up_ray import MODEL_PROGRAM, SCRIPTED_PROGRAM, RayRuntime, slots
+
+        program = MODEL_PROGRAM if self.engine is Engine.model else SCRIPTED_PROGRAM
+        may_grow = self.policy is not None
+        self._ray = RayRuntime.open(
+            self._config, slots(self._config, plans, may_grow=may_grow), self._runtime_dir, program
+        )
 
     def _start_store(self) -> StoreUnit:
         from services.cli.store_unit import StoreUnit
@@ -267,6 +326,8 @@ class _Run:
                 "model": self._config.model.model_copy(update={"name": str(model_dir)}),
             }
         )
+        if self._ray is not None:
+            self._ray.use(config, self._config.model.name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with os.fdopen(os.open(self._config_path, flags, 0o600), "w") as file:
             file.write(dump_yaml(config))
@@ -275,10 +336,12 @@ class _Run:
         from services.cli.dial import dial_router, dial_worker, plaintext
         from services.cli.unit import Unit
         from services.cli.up_plan import AUTOSCALER
+        from services.common.config_source import without_settings
         from services.runtime.process import launch_program
 
         tls = self._config.tls
         launch: Launch = launch_program
+        where = None
         dial = dial_worker(tls)
         if plan.role == "router":
             dial = dial_router(tls)
@@ -287,19 +350,25 @@ class _Run:
         else:
             (self._runtime_dir / plan.directory).mkdir(mode=0o700)
             launch = self.launch_scripted or launch_program
+            if self._ray is not None:
+                on_ray = self._ray.unit_launch(plan, self._log_dir / f"{plan.name}.log")
+                launch, where = on_ray, on_ray.where
         return Unit(
             plan,
             self._command,
-            _child_environ(os.environ),
+            without_settings(os.environ),
             self._log_dir,
             launch,
             dial,
             "https" if tls.cert_file else "http",
+            where,
         )
 
     def _command(self, plan: PlannedProcess, grpc_port: int, http_port: int) -> list[str]:
-        from services.cli.up_plan import MODEL_WORKER, SCRIPTED_WORKER
+        from services.cli.up_plan import MODEL_WORKER, SCRIPTED_WORKER, WORKER_ROLES
 
+        if self._ray is not None and plan.role in WORKER_ROLES:
+            return list(plan.arguments)  # the actor adds what only its node knows
         worker = SCRIPTED_WORKER if self.launch_scripted else MODEL_WORKER
         return plan.command(sys.executable, self._config_path, grpc_port, http_port, worker)
 
@@ -319,12 +388,3 @@ def _check_ports(plans: Sequence[PlannedProcess]) -> None:
     for host, port, name in fixed_ports(plans):
         if not is_port_free(host, port):
             raise ConfigError(f"port {port} on {host} is in use: choose another with {name}")
-
-
-def _child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without settings: the children's file holds all of them, merged."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name != settings.CONFIG_VARIABLE and not (name.startswith("ISTHMUS_") and "__" in name)
-    }

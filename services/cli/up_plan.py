@@ -78,7 +78,7 @@ def plan_processes(
     doors: FrontDoors,
     *,
     threads: int,
-    runtime_dir: Path,
+    runtime_dir: Path | None,
     tag: str,
     metrics_port: int | None = None,
     decode_dtype: str | None = None,
@@ -89,7 +89,8 @@ def plan_processes(
         counts: how many of each.
         doors: addresses of the first router.
         threads: compute threads of each worker.
-        runtime_dir: every worker gets a directory of its own below it.
+        runtime_dir: every worker gets a directory of its own below it; None = workers run on
+            other machines, where they bind and keep what they find there.
         tag: appended to worker names when other machines share the store; may be empty.
         metrics_port: of the first worker's /metrics, further workers take the next ones;
             0 = any free, None = none.
@@ -114,7 +115,7 @@ def plan_worker(
     index: int,
     *,
     threads: int,
-    runtime_dir: Path,
+    runtime_dir: Path | None,
     tag: str,
     metrics_port: int | None = None,
     decode_dtype: str | None = None,
@@ -146,18 +147,18 @@ def with_role(plan: PlannedProcess, role: str) -> PlannedProcess:
 
 
 def _workers(
-    role: str, indexes: Iterable[int], threads: int, runtime_dir: Path, tag: str
+    role: str, indexes: Iterable[int], threads: int, runtime_dir: Path | None, tag: str
 ) -> Iterator[PlannedProcess]:
     for index in indexes:
         name = f"{role}-{index}{tag}"
+        here: tuple[str, ...] = ()
+        if runtime_dir is not None:
+            here = ("--bind-host", LOOPBACK, "--runtime-dir", str(runtime_dir / f"{role}-{index}"))
         yield PlannedProcess(
             name=name,
             role=role,
-            arguments=(
-                *("--role", role, "--worker-id", name, "--threads", str(threads)),
-                *("--bind-host", LOOPBACK, "--runtime-dir", str(runtime_dir / f"{role}-{index}")),
-            ),
-            grpc_host=LOOPBACK,
+            arguments=("--role", role, "--worker-id", name, "--threads", str(threads), *here),
+            grpc_host="" if runtime_dir is None else LOOPBACK,
             grpc_port=0,
         )
 
@@ -186,6 +187,8 @@ def fixed_ports(processes: Sequence[PlannedProcess]) -> tuple[tuple[str, int, st
     """(host, port, flag or setting) of every port that was asked for by number."""
     wanted = []
     for process in processes:
+        if not process.grpc_host:
+            continue  # on another machine
         if process.grpc_port:
             wanted.append((process.grpc_host, process.grpc_port, "--grpc-port"))
         if process.http_port:

@@ -14,6 +14,7 @@ from services.common.config_source import Source, merge_sources, read_environ, r
 from services.common.limits import Limits
 from services.common.settings import Section, setting
 
+_AMOUNT = re.compile(r"(?!0+(\.0+)?$)[0-9]{1,6}(\.[0-9]{1,4})?")
 _WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 
 
@@ -292,6 +293,47 @@ class TransferSettings(Section):
     )
 
 
+class RaySettings(Section):
+    """Workers as actors of a Ray cluster (`isthmus up --runtime ray`)."""
+
+    address: str = setting(
+        "", "HOST:PORT of a cluster, or auto; empty = one started for the purpose", public=True
+    )
+    namespace: str = setting(
+        "", "of the workers' names in Ray; empty = drawn at start", public=True, max_length=128
+    )
+    prefill_resources: tuple[str, ...] = setting(
+        ("prefill_slot=1",), "what a prefill worker takes of a node, as name=amount", public=True
+    )
+    decode_resources: tuple[str, ...] = setting(
+        ("decode_slot=1",), "what a decode worker takes of a node, as name=amount", public=True
+    )
+    prefill_labels: tuple[str, ...] = setting(
+        (), "labels a prefill worker's node must have, as name=value", public=True
+    )
+    decode_labels: tuple[str, ...] = setting(
+        (), "labels a decode worker's node must have, as name=value", public=True
+    )
+    gpus_per_worker: float = setting(0.0, "GPUs Ray gives each worker", unit="GPUs", ge=0, le=64)
+
+    @field_validator("prefill_resources", "decode_resources", "prefill_labels", "decode_labels")
+    @classmethod
+    def _check_pairs(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            name, equals, value = entry.partition("=")
+            if not (name and equals and value):
+                raise ValueError(f"{entry!r} is not name=value")
+        return entries
+
+    @field_validator("prefill_resources", "decode_resources")
+    @classmethod
+    def _check_amounts(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            if _AMOUNT.fullmatch(entry.partition("=")[2]) is None:
+                raise ValueError(f"{entry!r} is not name=amount, with an amount above 0")
+        return entries
+
+
 class LeaseSettings(Section):
     """How fast a dead or frozen worker is noticed."""
 
@@ -412,6 +454,7 @@ class IsthmusConfig(Section):
     worker: WorkerSettings = WorkerSettings()
     transfer: TransferSettings = TransferSettings()
     lease: LeaseSettings = LeaseSettings()
+    ray: RaySettings = RaySettings()
     limits: Limits = Limits()
     auth: AuthSettings = AuthSettings()
     tls: TlsSettings = TlsSettings()

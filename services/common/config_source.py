@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from services.common.errors import ConfigError
 
 ENV_PREFIX = "ISTHMUS_"
+CONFIG_VARIABLE = "ISTHMUS_CONFIG"  # path of the file where no flag gives one
 _MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -125,12 +126,25 @@ def _yaml_place(error: yaml.YAMLError) -> str:
     return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that is given a file with all settings, merged."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name != CONFIG_VARIABLE and not _is_setting(name)
+    }
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith(ENV_PREFIX) and "__" in name
+
+
 def read_environ(environ: Mapping[str, str], root: type[BaseModel]) -> Source:
     """Take ISTHMUS_SECTION__FIELD variables; lists are comma-separated."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for name, text in environ.items():
-        if not name.startswith(ENV_PREFIX) or "__" not in name:
+        if not _is_setting(name):
             continue
         section, _, field = name[len(ENV_PREFIX) :].lower().partition("__")
         key = f"{section}.{field}"

@@ -51,8 +51,8 @@ class Launched(Protocol):
     returncode: int | None
 
     @property
-    def pid(self) -> int:
-        """Process id."""
+    def pid(self) -> int | None:
+        """Process id; None while it has none yet."""
         ...
 
     def poll(self) -> int | None:
