@@ -50,7 +50,7 @@ class ScalePlan:
     rounds: int = 20
     load: Load = field(
         default_factory=lambda: Load(
-            clients=12, shape=LoadShape(output_lengths=(8, 60, 200, 300), timeout_s=60.0)
+            clients=18, shape=LoadShape(output_lengths=(8, 60, 200, 300), timeout_s=60.0)
         )
     )
 
@@ -270,6 +270,8 @@ def _result(plan: ScalePlan, scale: _Scale) -> BenchResult:
     }
     result.bars = [
         *scale.bars(),
+        # Nothing happens to routers here: no client has a reason to ask another one.
+        Bar("sent_to_other_router", scale.load.num_sent_again, 0, "=="),
         Bar("held_by_who_was_stopped", scale.driver.num_held_at_stop, 0, "=="),
         # Else the zeros above would prove nothing.
         Bar("left_workers", scale.driver.num_left, plan.rounds * (LARGE - SMALL) * 2, ">="),

@@ -25,8 +25,8 @@ class Cure(Enum):
 class RecoveryLimits:
     """How often one request may be sent again."""
 
-    max_retries: int  # after refusals and failures before the first token
-    max_losses: int  # after a worker was lost; with tokens at the client also after refusals
+    max_retries: int  # after refusals for load and failures before the first token
+    max_losses: int  # after a worker was lost or drained; with tokens at the client after any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ def plan_recovery(progress: Progress, leg: Leg, code: str, limits: RecoveryLimit
             return Plan(Cure.LEAVE, "hedge_goes_on")
     if not ERROR_TABLE[code].retryable:
         return Plan(Cure.GIVE_UP, "not_retryable")
-    if is_loss(code) or progress.logical.has_output:
+    # Several workers may drain at once: each of their refusals only says to ask another one.
+    if not tells_of_load(code) or progress.logical.has_output:
         if progress.num_losses + progress.num_retries >= limits.max_losses:
             return Plan(Cure.GIVE_UP, "losses_spent")
     elif progress.num_retries >= limits.max_retries:

@@ -118,3 +118,14 @@ def test_only_refusals_for_load_draw_on_the_small_budget() -> None:
     """A death or a drain hits all that was open at one worker in the same moment."""
     codes = ("overloaded", "hash_mismatch", "draining", "worker_lost", "handoff_failed")
     assert [code for code in codes if tells_of_load(code)] == ["overloaded", "hash_mismatch"]
+
+
+def test_workers_that_drain_are_passed_over_one_after_the_other() -> None:
+    """RB-105: a pool that shrinks by two has two workers that refuse, and neither tells of load."""
+    prefill = make_leg(PREFILL)
+    for num_retries in range(LIMITS.max_losses):
+        progress = make_progress(prefill, num_retries=num_retries)
+        assert plan(prefill, progress, "draining") == (Cure.REPLACE, "not_begun")
+    progress = make_progress(prefill, num_retries=LIMITS.max_losses)
+    assert plan(prefill, progress, "draining") == (Cure.GIVE_UP, "losses_spent")
+    assert plan(prefill, make_progress(prefill, num_retries=1), "overloaded")[0] is Cure.GIVE_UP
