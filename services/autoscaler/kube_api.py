@@ -62,18 +62,23 @@ class KubeApi:
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
-    def in_cluster(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Self:
-        """Use the account of the pod we run in; ConfigError where there is none."""
+    def in_cluster(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        account: Path = _ACCOUNT,
+        namespace: str = "",
+    ) -> Self:
+        """Use the account of the pod we run in, and its namespace; ConfigError where none is."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port or not port.isdigit():
             raise ConfigError("kubernetes: not in a pod: KUBERNETES_SERVICE_HOST is not set")
         try:
-            namespace = (account / "namespace").read_text(encoding="utf-8").strip()
+            own = (account / "namespace").read_text(encoding="utf-8").strip()
             tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"kubernetes: {account} cannot be read ({error})") from None
         url = f"https://{join_host_port(host, int(port))}"
-        return cls(url, namespace, token_file=account / "token", tls=tls)
+        return cls(url, namespace or own, token_file=account / "token", tls=tls)
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Resource:
         """Read a resource. `path` begins with the group: apis/apps/v1/... Raises DriverError."""

@@ -12,13 +12,19 @@ from services.cli import exits, settings
 from services.cli.serve import ConfigFile, LogLevel, ModelName, StoreUrl, set_up_logs
 
 if TYPE_CHECKING:
+    from services.autoscaler.deployment_driver import DeploymentDriver
+    from services.autoscaler.epoch_clock import EpochClock
+    from services.autoscaler.kube_api import KubeApi
     from services.autoscaler.main import MakeDriver
+    from services.autoscaler.policy import PoolAutoscalingPolicy
+    from services.autoscaler.worker_calls import WorkerCalls
 
 
 class DriverName(StrEnum):
     """What runs the replicas."""
 
     process = "process"  # `isthmus up` on this machine
+    deployment = "deployment"  # Kubernetes, a Deployment for each pool
 
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="PoolAutoscalingPolicy, YAML or JSON.")]
@@ -36,6 +42,19 @@ def autoscaler(
         Path | None,
         typer.Option(help="Control socket of `isthmus up --policy` (driver process)."),
     ] = None,
+    deployment: Annotated[
+        list[str] | None,
+        typer.Option(help="POOL=NAME, for each pool of the policy (driver deployment)."),
+    ] = None,
+    kubernetes: Annotated[
+        str, typer.Option(help="URL of `kubectl proxy`; left out: the account of our own pod.")
+    ] = "",
+    namespace: Annotated[
+        str, typer.Option(help="Of the Deployments; left out: our own pod's.")
+    ] = "",
+    worker_port: Annotated[
+        int, typer.Option(min=1, max=65_535, help="gRPC port of workers (driver deployment).")
+    ] = 7000,
     prometheus: Annotated[
         str | None, typer.Option(help="Address of a Prometheus server, for metrics by name.")
     ] = None,
@@ -61,6 +80,10 @@ def autoscaler(
     """Resize the pools while they serve; of several such processes one acts at a time."""
     if replay is not None:
         return _replay(policy, replay)
+    if driver is DriverName.process:
+        make_driver = _process_driver(control)
+    else:
+        make_driver = _deployment_driver(deployment or [], kubernetes, namespace, worker_port)
     loaded = settings.load_serving(
         config,
         {"model.name": model, "store.url": redis, "telemetry.log_level": log_level},
@@ -74,7 +97,7 @@ def autoscaler(
         settings.resolve_model(loaded),
         Options(
             policy=policy,
-            make_driver=_driver_maker(driver, control),
+            make_driver=make_driver,
             external=None if prometheus is None else prometheus_reader(prometheus, policy),
             record=record,
             host=host,
@@ -84,15 +107,50 @@ def autoscaler(
     )
 
 
-def _driver_maker(driver: DriverName, control: Path | None) -> MakeDriver:
+def _process_driver(control: Path | None) -> MakeDriver:
     from services.autoscaler.process_driver import ProcessDriver, roles_of
 
-    assert driver is DriverName.process, "the only one there is"
     if control is None:
         raise typer.BadParameter("the driver process needs --control")
     return lambda policy, calls, clock: ProcessDriver(
         control, roles_of(policy.spec), calls, clock.now
     )
+
+
+def _deployment_driver(
+    deployment: list[str], kubernetes: str, namespace: str, worker_port: int
+) -> MakeDriver:
+    from services.common.errors import ConfigError
+
+    try:
+        from services.autoscaler.deployment_driver import DeploymentDriver
+    except ModuleNotFoundError:
+        raise ConfigError("the driver deployment needs isthmus[kubernetes]") from None
+    names = dict(given.split("=", 1) for given in deployment if "=" in given)
+    if len(names) != len(deployment) or not all(names.values()):
+        raise typer.BadParameter("--deployment is POOL=NAME, once for each pool")
+    api = _kube_api(kubernetes, namespace)
+
+    def make(
+        policy: PoolAutoscalingPolicy, calls: WorkerCalls, clock: EpochClock
+    ) -> DeploymentDriver:
+        pools = {pool.name for pool in policy.spec.pools}
+        if pools != names.keys():
+            told = ", ".join(sorted(pools))
+            raise ConfigError(f"--deployment is needed for each pool of the policy: {told}")
+        return DeploymentDriver(api, names, calls, clock, worker_port)
+
+    return make
+
+
+def _kube_api(url: str, namespace: str) -> KubeApi:
+    from services.autoscaler.kube_api import KubeApi
+
+    if not url:
+        return KubeApi.in_cluster(namespace=namespace)
+    if not namespace:
+        raise typer.BadParameter("--kubernetes needs --namespace")
+    return KubeApi(url, namespace)
 
 
 def _replay(policy: Path, recorded: Path) -> int:
