@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.autoscaler.backoff import is_waiting
 from services.autoscaler.decision import Condition, PoolDecision
 from services.autoscaler.policy import Mode, PolicySpec, PredictiveMode
 from services.autoscaler.sizing import Sizing
@@ -16,10 +17,11 @@ def conditions_of(
     sizings: Sequence[Sizing],
     decisions: Sequence[PoolDecision],
     ratio_violation: str | None,
+    now: float,
 ) -> tuple[Condition, ...]:
     """Return every condition, true or not, each with its reason."""
     return (
-        _able(spec, sizings),
+        _able(spec, sizings, now),
         _active(sizings),
         *(_limited(name, steps, sizings) for name, steps in _BY_STEP.items()),
         Condition("RatioLimited", ratio_violation is not None, ratio_violation or "kept"),
@@ -31,9 +33,13 @@ def conditions_of(
     )  # fmt: skip
 
 
-def _able(spec: PolicySpec, sizings: Sequence[Sizing]) -> Condition:
+def _able(spec: PolicySpec, sizings: Sequence[Sizing], now: float) -> Condition:
     if spec.mode is not Mode.AUTO:
         return Condition("AbleToScale", False, f"mode {spec.mode.value}")
+    failing = [s for s in sizings if is_waiting(s, now)]
+    if failing:
+        told = (f"{s.pool.name}: {s.state.failures} starts in a row failed" for s in failing)
+        return Condition("AbleToScale", False, "; ".join(told))
     waits = _of_step(sizings, ("stabilization", "panic"))
     return Condition("AbleToScale", True, f"stabilized: {waits}" if waits else "ready to scale")
 

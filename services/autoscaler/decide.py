@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from services.autoscaler.backoff import with_lost, without_hopeless
 from services.autoscaler.bounds import with_bounds
 from services.autoscaler.budget import with_budget
 from services.autoscaler.capacity import learn
@@ -68,13 +69,13 @@ def decide(
         plans = [replace(p, cancel=(), drain=(), start=0) for p in plans]
     elif seen.can_flip:
         plans, new_flips = with_flips(plans)
-    plans = within_free(plans, policy.budget.accelerator_cap)
+    plans = within_free(without_hopeless(plans, now), policy.budget.accelerator_cap)
     decisions = tuple(_decision(p) for p in plans)
     decision = Decision(
         at=now,
         pools=decisions,
         flips=new_flips,
-        conditions=conditions_of(policy, sizings, decisions, verdict.violation),
+        conditions=conditions_of(policy, sizings, decisions, verdict.violation, now),
         active_schedule=", ".join(s.name for s in active) or None,
         is_acted_on=is_acted_on,
     )
@@ -125,7 +126,7 @@ def _sized(
     source, predictive = policy.metrics, policy.predictive
     if load is not None and (state.load_at is None or load.measured_at > state.load_at):
         sizing = _learned(sizing, policy, load, state.at, now)
-    sizing = with_proposals(sizing, source, seen, now)
+    sizing = with_proposals(with_lost(sizing, now), source, seen, now)
     sizing = with_panic(sizing, now)
     sizing = with_forecast(sizing, predictive)
     sizing = with_consolidation(sizing, source, now)

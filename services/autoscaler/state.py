@@ -64,6 +64,9 @@ class PoolState:
     panicked_at: float | None = None  # when the last seconds last asked for a multiple
     changes: tuple[Change, ...] = ()  # that a rate policy still looks back on
     leaving: tuple[str, ...] = ()  # named to leave, in this order: named again until they do
+    starting: tuple[str, ...] = ()  # seen at the tick before
+    failures: int = 0  # of starts in a row that ended before they served
+    retry_at: float | None = None  # no start before it
     busy: float | None = None  # replicas that worked, on average over the last tick that told
     capacity: Capacity = Capacity()
     series: Series = Series()

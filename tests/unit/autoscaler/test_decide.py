@@ -489,3 +489,39 @@ def test_latency_metrics_of_decode_step_too() -> None:
     seen = make_seen(decode={"ITL": 0.2, "KVUtilization": 0.75}, ready=(2, 4))
 
     assert of_pool(decided(policy, seen), "decode").desired == 5
+
+
+def test_starts_that_fail_at_once_are_made_ever_later() -> None:
+    policy = make_policy(FREE, FREE)
+    state, starts = State(), []
+    is_there = False
+    for i in range(60):
+        at = NOW + 5.0 * i
+        seen = make_seen({"QueuedTokens": 3000.0}, ready=(2, 2), at=at)
+        # What is asked for shows once, and is gone at the tick after.
+        born = (Replica(f"new-{i}", ReplicaState.STARTING, at),) if is_there else ()
+        prefill = replace(
+            seen.pools["prefill"], replicas=(*make_replicas("prefill", 2, at=at), *born)
+        )
+        decision, state = decide(
+            policy, replace(seen, pools={**seen.pools, "prefill": prefill}), state, at
+        )
+        is_there = of_pool(decision, "prefill").start > 0
+        starts += [5 * i] if is_there else []
+        assert of_pool(decision, "prefill").desired == 3
+
+    # 10, 20, 40, 80 s after each was found gone, two ticks after it was asked for.
+    assert starts == [0, 20, 50, 100, 190]
+    able = next(c for c in decision.conditions if c.type == "AbleToScale")
+    assert not able.is_true
+    assert "prefill: 5 starts" in able.reason
+
+
+def test_start_that_came_up_ends_the_waiting() -> None:
+    policy = make_policy(FREE, FREE)
+    failing = PoolState(size=3, starting=("prefill-ready-1",), failures=4, retry_at=NOW + 100)
+
+    seen = make_seen({"QueuedTokens": 3000.0}, ready=(2, 2))
+    decision, _ = decide(policy, seen, known(prefill=failing), NOW)
+
+    assert of_pool(decision, "prefill").start == 1
