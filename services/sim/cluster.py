@@ -32,6 +32,7 @@ class ClusterSpec:
     groups: tuple[Group, ...] = ()  # besides these
     num_routers: int = 1
     max_output_tokens: int = 2048  # what clients allow; their answers are shorter
+    hold: float = 1.0  # price of a second in which a prefill worker decodes, as routers see it
     hint_lag_s: float = 0.01  # from a change of a cache to its hints
     hint_loss: float = 0.0  # share of publishes that never arrive
     heartbeat_s: float = 0.5

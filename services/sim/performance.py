@@ -133,8 +133,13 @@ def read_model(path: Path) -> PerformanceModel:
     return parse_model(text, str(path))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
+def shipped_model(name: str) -> PerformanceModel:
+    """Return a model that comes with isthmus, by the name of its file."""
+    found = files("services.sim") / "models" / name
+    return parse_model(found.read_text(encoding="utf-8"), name)
+
+
 def default_model() -> PerformanceModel:
-    """Return the model that comes with isthmus."""
-    found = files("services.sim") / "models" / "prototype.json"
-    return parse_model(found.read_text(encoding="utf-8"), "prototype.json")
+    """Return the model that is meant where none is named."""
+    return shipped_model("prototype.json")

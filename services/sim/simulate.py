@@ -31,7 +31,8 @@ def simulate(
         controller: changes the sizes of pools; it sees virtual time only.
     """
     # Displacement and shared state are what is ours; a plain cost has neither.
-    config = PolicyConfig() if policy == OURS else PolicyConfig(displacement=0.0)
+    displacement = PolicyConfig().displacement if policy == OURS else 0.0
+    config = PolicyConfig(displacement=displacement, hold=spec.hold)
     rule = OURS if policy == UNDISPLACED else policy
     world = World(workload, spec, rule, config, seed, follow, controller, failures)
     with _no_collection():

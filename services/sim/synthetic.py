@@ -34,17 +34,18 @@ def plain_workload(load: PlainLoad, num_requests: int, seed: int) -> Workload:
     now, next_unit = 0.0, 0
     for _ in range(num_requests):
         now += rng.expovariate(load.rate)
-        num_tokens = _length(load.input_tokens, load.spread, rng)
+        num_tokens = length(load.input_tokens, load.spread, rng)
         num_units = -(-num_tokens // MAX_UNIT_TOKENS)
         units = tuple(range(next_unit, next_unit + num_units))
         next_unit += num_units
         arrivals.append(
-            Arrival(now, num_tokens, _length(load.output_tokens, load.spread, rng), units)
+            Arrival(now, num_tokens, length(load.output_tokens, load.spread, rng), units)
         )
     return Workload(load.name, MAX_UNIT_TOKENS, tuple(arrivals))
 
 
-def _length(mean: int, spread: float, rng: random.Random) -> int:
+def length(mean: int, spread: float, rng: random.Random) -> int:
+    """Draw a length around its mean; `spread` is the sigma of its logarithm."""
     if not spread:
         return mean
     # The logarithm's mean is below the mean's logarithm by half its variance.
