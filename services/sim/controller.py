@@ -28,7 +28,8 @@ class WorkerState:
     step_s: float  # of a token for each of them, as things are
     prompt_tokens: int  # computed
     output_tokens: float  # written
-    busy_s: float
+    prefill_busy_s: float
+    decode_busy_s: float
 
 
 @dataclass(frozen=True, slots=True)

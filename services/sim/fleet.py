@@ -258,5 +258,6 @@ def _state_of(member: Member) -> WorkerState:
         step_s=worker.step_s,
         prompt_tokens=worker.work_tokens,
         output_tokens=worker.output_tokens,
-        busy_s=worker.prefill_busy_s + worker.decode_busy_s,
+        prefill_busy_s=worker.prefill_busy_s,
+        decode_busy_s=worker.decode_busy_s,
     )
