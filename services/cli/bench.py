@@ -417,6 +417,40 @@ def sim(
     return show_result(result, progress)
 
 
+@app.command("autoscaler")
+def autoscaler(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A request trace as Azure published them, .csv or .gz, for more loads."),
+    ] = None,
+    loads: Annotated[
+        str,
+        typer.Option(
+            help="Of sine, step, trace-fast and trace-dense; as many as can be, if empty."
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    json_: Json = True,
+) -> int:
+    """Sizes of pools by our decisions, a perfect forecast, HPA, KPA and a planner, simulated."""
+    from services.bench.autoscaler import LOADS, as_table, run_loads
+    from services.bench.autoscaler_cases import DRAWN, TRACED
+
+    wanted = tuple(part.strip() for part in loads.split(",")) if loads else ()
+    wanted = wanted or (DRAWN if trace is None else LOADS)
+    unknown = [load for load in wanted if load not in LOADS]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(LOADS)}")
+    if trace is None and set(wanted) & set(TRACED):
+        raise typer.BadParameter(f"{' and '.join(TRACED)} need a --trace")
+    progress = Progress()
+    result = run_loads(wanted, trace, seed, progress)
+    code = _show(result, progress, as_json=json_)
+    if not json_:
+        typer.echo(as_table(result))
+    return code
+
+
 def _numbers(text: str, most: int) -> list[int]:
     """Read numbers from 1 to `most`, with commas between them."""
     parts = [part.strip() for part in text.split(",")]
