@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -21,6 +22,10 @@ _FAULTS = {
     "internal": grpc.StatusCode.INTERNAL,
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+_TIMER_S = 1e-3
+_came_s: ContextVar[float] = ContextVar("came_s")
+# Any: a handler is generic in its messages, and here it may be of any method.
+AnyHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # Any: the aio context is generic in what the generated code does not say.
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,7 +70,7 @@ class MockInference(inference_pb2_grpc.InferenceServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "invalid_request: max_tokens must not be 0"
             )
-        answer = self._desk.plan(monotonic(), wanted)
+        answer = self._desk.plan(_came_s.get(), wanted)
         if answer.fault:
             await context.abort(_FAULTS[answer.fault], f"{answer.fault}: as asked for")
         # As the HTTP door does, and the router: a client that gets them with the first token reads
@@ -73,7 +78,10 @@ class MockInference(inference_pb2_grpc.InferenceServicer):
         await context.send_initial_metadata(())
         first_index = 0
         for index, (at_s, num_tokens) in enumerate(answer.chunks):
-            await asyncio.sleep(at_s - monotonic())
+            if index == 0:
+                await _first_instant(at_s)
+            else:
+                await asyncio.sleep(at_s - monotonic())
             self._lateness.note(monotonic() - at_s)
             frame = inference_pb2.GenerateFrame(
                 first_index=first_index, num_tokens=num_tokens, text="word " * num_tokens
@@ -89,6 +97,29 @@ class MockInference(inference_pb2_grpc.InferenceServicer):
                 frame.timing.queue_prefill_us = round(answer.queued_s * 1e6)
                 frame.timing.prefill_us = round(answer.service_s * 1e6)
             yield frame
+
+
+class NoteArrival(grpc.aio.ServerInterceptor):
+    """Stamps a request when it comes: what gRPC does until its handler runs is not served time."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> AnyHandler | None:
+        """Note the time in the task that will run the handler."""
+        _came_s.set(monotonic())
+        return await continuation(handler_call_details)
+
+
+async def _first_instant(at_s: float) -> None:
+    """Wait for it exactly: timers have whole milliseconds, and are late more often than early.
+
+    The gap after it is less exact for that, which is one of all gaps of an answer.
+    """
+    await asyncio.sleep(at_s - monotonic() - _TIMER_S)
+    while monotonic() < at_s:  # noqa: ASYNC110 - a part of one
+        await asyncio.sleep(0)
 
 
 async def _no_tokenizer(context: Context) -> AssertionError:

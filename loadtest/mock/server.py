@@ -9,7 +9,7 @@ import sys
 import grpc.aio
 
 from loadtest.mock.http_door import HttpDoor
-from loadtest.mock.inference_servicer import MockInference
+from loadtest.mock.inference_servicer import MockInference, NoteArrival
 from loadtest.mock.lateness import Lateness
 from loadtest.mock.settings import MockSettings
 from loadtest.mock.timing import Desk
@@ -30,7 +30,7 @@ async def serve(settings: MockSettings) -> None:
     desk, lateness = Desk(settings), Lateness()
     door = HttpDoor(desk, settings, lateness)
     http = await loop.create_server(door.connection, HOST, 0, backlog=4_096)
-    rpc = grpc.aio.server(options=_OPTIONS)
+    rpc = grpc.aio.server(interceptors=(NoteArrival(),), options=_OPTIONS)
     inference_pb2_grpc.add_InferenceServicer_to_server(MockInference(desk, settings, lateness), rpc)
     grpc_port = rpc.add_insecure_port(f"{HOST}:0")
     await rpc.start()
