@@ -70,7 +70,7 @@ def analyse(
     Args:
         measured_s: how long was measured, where blocks leave gaps in the measured phase.
     """
-    window, measured = _measured(log, scenario)
+    window, measured = measured_part(log.records, scenario, log.duration_s)
     answered = [record for record in measured if record.status is Status.OK]
     faults = tuple(outcomes(log.faults, log.records, scenario.slo, log.duration_s))
     checks = check_answers(log.records, faults) + check_run(
@@ -86,6 +86,8 @@ def analyse(
         )
     )
     verdict, reason = judge(checks, measured)
+    if verdict == "OK" and log.is_interrupted:
+        verdict, reason = "INTERRUPTED", "the run ended before its time, and was well until then"
     attainment = attained(measured, scenario.slo, log.duration_s)
     return RunResult(
         scenario=scenario.model_dump(mode="json"),
@@ -147,11 +149,13 @@ def distributions(
     return described
 
 
-def _measured(log: RunLog, scenario: Scenario) -> tuple[Window, list[RequestRecord]]:
+def measured_part(
+    records: Sequence[RequestRecord], scenario: Scenario, ended_s: float
+) -> tuple[Window, list[RequestRecord]]:
     """Return what counts: the measured phase, without its start where that settles late."""
     phases = scenario.phases
-    measured = [record for record in log.records if record.phase is Phase.MEASURE]
-    start_s, end_s = phases.warmup_s, log.duration_s
+    measured = [record for record in records if record.phase is Phase.MEASURE]
+    start_s, end_s = phases.warmup_s, ended_s
     if phases.measure_s is not None:
         end_s = min(end_s, phases.warmup_s + phases.measure_s)
     elif isinstance(scenario.arrivals, Trace) and measured:

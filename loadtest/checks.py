@@ -14,7 +14,7 @@ from loadtest.result import Check, FaultOutcome
 from services.common.quantile import rank_of
 from services.common.wording import counted
 
-Verdict = Literal["OK", "CLIENT_BOUND", "UNSTEADY", "SATURATED", "FAILED"]
+Verdict = Literal["OK", "CLIENT_BOUND", "UNSTEADY", "SATURATED", "FAILED", "INTERRUPTED"]
 
 _MAX_LITTLES_ERROR = 0.05
 _MAX_RATE_ERROR = 0.01

@@ -375,4 +375,8 @@ def _overall(metrics: Sequence[MetricChange]) -> tuple[Verdict, str]:
         names = [metric.name for metric in metrics if metric.verdict == verdict]
         if names:
             return verdict, f"{verdict}: {', '.join(names)}"
-    return "inconclusive", "no metric differs by more than chance and its threshold"
+    unknown = [metric for metric in metrics if metric.p_value is None]
+    told = "no metric differs by more than chance and its threshold"
+    if unknown:
+        told += f"; not judged for want of requests: {', '.join(m.name for m in unknown)}"
+    return "inconclusive", told

@@ -78,7 +78,7 @@ def _run(
     num_blocks: int,
 ) -> tuple[CompareResult, Records]:
     from loadtest.comparing import MIN_BLOCKS, Side, compare_targets
-    from loadtest.launch import run_scenario
+    from loadtest.launch import run_schedule, schedule_of
     from loadtest.origin import origin
 
     if num_blocks < MIN_BLOCKS:
@@ -88,7 +88,7 @@ def _run(
         )
 
     def side(spec: TargetSpec) -> Side:
-        return Side(spec.url, lambda load: run_scenario(load, base, spec))
+        return Side(spec.url, lambda load: run_schedule(schedule_of(load, base), spec))
 
     return compare_targets(
         side(specs[0]), side(specs[1]), scenario, rules, origin(), num_blocks=num_blocks,

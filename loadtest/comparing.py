@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from loadtest.analysis import Origin, analyse
+from loadtest.analysis import Origin, analyse, measured_part
 from loadtest.blocks import block_of, block_scenario, join, joined_scenario, order_of
 from loadtest.compare import Arm, CompareRules, compare, differences
 from loadtest.raw_file import read_records
@@ -120,7 +120,8 @@ def _stored(path: Path) -> RunResult:
 
 def _arm(path: Path, result: RunResult, usd_per_hour: float | None) -> Arm:
     raw = result_path(path).parent / Path(result.raw_file).name  # as it was checked
-    measured = _measured(read_records(raw))
+    scenario = parse_scenario(result.scenario, str(path))
+    _, measured = measured_part(read_records(raw), scenario, result.duration_s)
     first_s = min((record.scheduled_s for record in measured), default=0.0)
     last_s = max((record.scheduled_s for record in measured), default=0.0)
     rate_rps = result.rates.get("offered_rps")  # absent where nothing lasted any time

@@ -40,5 +40,10 @@ def read_keys(scenario: Scenario, environ: Mapping[str, str], key_file: Path | N
             continue
         if not environ.get(share.api_key_env):
             raise ConfigError(f"mix: the variable {share.api_key_env} is not set")
-        of_tenants[share.tenant] = environ[share.api_key_env]
+        key = environ[share.api_key_env]
+        if of_tenants.setdefault(share.tenant, key) != key:
+            raise ConfigError(
+                f"mix: two shares of tenant {share.tenant or 'without a name'} have different "
+                f"keys, one of them by {share.api_key_env}"
+            )
     return ApiKeys(default, of_tenants)

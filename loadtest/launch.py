@@ -52,28 +52,34 @@ class TargetSpec:
     key_file: Path | None = None
 
 
-def run_scenario(
-    scenario: Scenario,
-    base: Path,
+def schedule_of(scenario: Scenario, base: Path, *, left_out: str = "") -> Schedule:
+    """Lay out what a run of a scenario sends, whose files are in `base`; see make_schedule."""
+    # A cold run shares prefixes with no other.
+    salt = secrets.token_hex(8) if scenario.cache == "cold" else ""
+    return make_schedule(scenario, base, salt, left_out=left_out)
+
+
+def run_schedule(
+    schedule: Schedule,
     spec: TargetSpec,
     watch: Watch | None = None,
     bringer: FaultBringer | None = None,
 ) -> RunLog:
-    """Run a scenario whose files are in `base`.
+    """Send a schedule.
 
     Args:
         bringer: brings the scenario's faults, if it has any.
 
     Raises:
-        ConfigError: the scenario's files or the keys are not as they should be.
+        ConfigError: the keys are not as they should be, or nobody brings the scenario's faults.
         TargetUnusable: nothing can be measured there.
     """
+    scenario = schedule.scenario
     if scenario.faults and bringer is None:
         raise ConfigError(
             f"{scenario.name} brings faults, which only `run` does, to a cluster of this machine: "
             "give --cluster FILE, which `isthmus up --json-status FILE` keeps"
         )
-    schedule = make_schedule(scenario, base, _salt(scenario))
     if spec.url.startswith(_SIM):
         return _simulated(schedule, spec.url.removeprefix(_SIM))
     _allow_connections()
@@ -193,8 +199,3 @@ def _allow_connections() -> None:
     """Let this process have as many open files as it may: each stream over HTTP is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _salt(scenario: Scenario) -> str:
-    """Keep a cold run from sharing prefixes with any other."""
-    return secrets.token_hex(8) if scenario.cache == "cold" else ""

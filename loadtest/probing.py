@@ -109,18 +109,26 @@ def search(
     )
 
 
-def search_splits(total: int, search_at: Callable[[Pools], SearchResult]) -> SearchResult:
+def search_splits(
+    total: int, search_at: Callable[[Pools], SearchResult], has_time: Callable[[], bool]
+) -> SearchResult:
     """Search with so many workers in two pools; the best split's result, with every probe.
+
+    Once there is no time for another split, the best of those that were tried is not sure.
 
     Capacity rises with the size of the smaller pool until the other one is: from the middle on it
     is climbed in steps that are halved, instead of trying every split.
     """
     found: dict[int, SearchResult] = {}
+    left_out: set[int] = set()
 
     def capacity(prefill: int) -> float:
         if not 0 < prefill < total:
             return -1.0
         if prefill not in found:
+            if found and not has_time():
+                left_out.add(prefill)
+                return -1.0
             pools = Pools(prefill, total - prefill)
             found[prefill] = _placed(search_at(pools), pools)
         return found[prefill].best_rps or 0.0
@@ -132,12 +140,16 @@ def search_splits(total: int, search_at: Callable[[Pools], SearchResult]) -> Sea
         best = higher
     chosen = found[best]
     others = [probe for prefill in sorted(found) for probe in found[prefill].probes]
+    verdict, why = chosen.verdict, chosen.verdict_reason
+    if left_out and verdict == "FOUND":
+        verdict, why = "UNRESOLVED", f"there was no time for others; {why}"
     return chosen.model_copy(
         update={
+            "verdict": verdict,
             "probes": tuple(others),
             "duration_s": sum(result.duration_s for result in found.values()),
             "verdict_reason": f"{best} prefill and {total - best} decode workers, the best of "
-            f"{len(found)} splits: {chosen.verdict_reason}",
+            f"{len(found)} splits: {why}",
         }
     )
 
@@ -153,6 +165,11 @@ def _placed(result: SearchResult, pools: Pools) -> SearchResult:
         for part in (result.probes, result.verified)
     )
     return result.model_copy(update={"probes": probes, "verified": verified})
+
+
+def probe_s(scenario: Scenario, rate_rps: float) -> float:
+    """Return how long a probe takes at most in the time of its target."""
+    return stretched(scenario, rate_rps).phases.end_s or 0.0
 
 
 def stretched(scenario: Scenario, rate_rps: float) -> Scenario:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-EXIT_UNREADABLE = 1
+from services.common.errors import ConfigError
 
 
 def report(
@@ -26,8 +26,7 @@ def report(
     try:
         found = load_result(result)
     except ResultUnreadable as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_UNREADABLE) from None
+        raise ConfigError(str(error)) from None
     directory = result_path(result).parent
     if isinstance(found, RunResult) and (fault := check_raw_file(found, directory)) is not None:
         typer.echo(f"warning: {fault}", err=True)
@@ -35,8 +34,7 @@ def report(
     try:
         _replace(path, report_page(found))
     except OSError as error:
-        typer.echo(f"error: {path}: {error.strerror}", err=True)
-        raise typer.Exit(EXIT_UNREADABLE) from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     typer.echo(str(path))
 
 

@@ -129,7 +129,7 @@ class RunResult(Form):
     seed: int
     started_at: str  # ISO 8601, UTC
     duration_s: float
-    verdict: Literal["OK", "CLIENT_BOUND", "UNSTEADY", "SATURATED", "FAILED"]
+    verdict: Literal["OK", "CLIENT_BOUND", "UNSTEADY", "SATURATED", "FAILED", "INTERRUPTED"]
     verdict_reason: str
     counts: dict[str, int]  # by status, and `measured`
     errors: dict[str, int]  # by code

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loadtest.run_log import RunLog
     from loadtest.runner import Runner
     from loadtest.scenario import Scenario
+    from services.sim.recorded import Form
 
 _BAD_VERDICTS = ("FAILED", "CLIENT_BOUND")
 
@@ -100,7 +101,7 @@ def replay(
         "description": trace.name,
         "arrivals": {"kind": "trace", "speedup": speedup, "from_s": from_s, "to_s": to_s},
         "workload": {
-            "kind": _kind_of(trace),
+            "kind": _form_of(trace),
             "file": trace.name,
             "scale": scale,
             "max_isl": max_isl,
@@ -124,13 +125,14 @@ def scenarios() -> None:
         typer.echo(f"{name:<10} {load_scenario(options.find_scenario(name)).description}")
 
 
-def _kind_of(trace: Path) -> str:
-    suffixes = trace.name.removesuffix(".gz")
-    if suffixes.endswith(".jsonl"):
-        return "mooncake"
-    if suffixes.endswith(".csv"):
-        return "azure"
-    raise ConfigError(f"{trace}: neither .jsonl (Mooncake) nor .csv (Azure), plain or .gz")
+def _form_of(trace: Path) -> Form:
+    from services.sim.recorded import form_of
+    from services.sim.trace_file import BadTrace
+
+    try:
+        return form_of(trace)
+    except BadTrace as error:
+        raise ConfigError(str(error)) from None
 
 
 def _run(
@@ -145,7 +147,7 @@ def _run(
     json: bool,
 ) -> int:
     from loadtest.analysis import analyse
-    from loadtest.launch import run_scenario
+    from loadtest.launch import run_schedule, schedule_of
     from loadtest.origin import origin
     from loadtest.outputs import save_run
     from loadtest.records import Phase
@@ -154,9 +156,10 @@ def _run(
     from loadtest.summary import summary
 
     check_writable(out)
-    log = run_scenario(scenario, base, spec, _watch(scenario), bringer)
+    schedule = schedule_of(scenario, base)
+    log = run_schedule(schedule, spec, _watch(scenario), bringer)
     measured = {record.number for record in log.records if record.phase is Phase.MEASURE}
-    ideal = ideal_hit_ratio(scenario, base, measured)
+    ideal = ideal_hit_ratio(schedule, measured)
     result = analyse(log, scenario, origin(), ideal_hit_ratio=ideal)
     if pricing is not None:
         result = priced(result, log, scenario, pricing)

@@ -2,6 +2,8 @@
 
 How busy a worker was is told by the stages of the requests it served: it had work while at least
 one of them was in prefill or decode there. That is more than its processor was busy, never less.
+Where no stages are told, all workers count as at work while any request is open: only the energy of
+owned ones comes from that, which is then the most it can have been.
 """
 
 from __future__ import annotations
@@ -119,10 +121,14 @@ def _pool(
         raise ConfigError(f"--workers says {number} {role}, but {len(names)} served")
     prefill = {name: spans.get((name, "prefill"), []) for name in names}
     decode = {name: spans.get((name, "decode"), []) for name in names}
+    provisioned = _provisioned(role, names, workers, log)
+    busy_s = sum(_covered_s(prefill[n] + decode[n], log.duration_s) for n in names)
+    if not any(spans.values()):  # no stages are told: at work while any request is open
+        busy_s = provisioned * _covered_s(_open_spans(log), log.duration_s)
     return PoolUsage(
         role=role,
-        provisioned_s=_provisioned(role, names, workers, log) * log.duration_s,
-        busy_s=sum(_covered_s(prefill[n] + decode[n], log.duration_s) for n in names),
+        provisioned_s=provisioned * log.duration_s,
+        busy_s=busy_s,
         prefill_busy_s=sum(_covered_s(found, log.duration_s) for found in prefill.values()),
         decode_busy_s=sum(_covered_s(found, log.duration_s) for found in decode.values()),
     )
@@ -149,6 +155,14 @@ def _spans_by_worker(records: Iterable[RequestRecord]) -> Mapping[tuple[str, str
             writer = record.decode_worker or record.prefill_worker
             spans[writer, "decode"].append((record.done_s - took_s, record.done_s))
     return spans
+
+
+def _open_spans(log: RunLog) -> _Spans:
+    return [
+        (record.sent_s, log.duration_s if record.done_s is None else record.done_s)
+        for record in log.records
+        if record.sent_s is not None
+    ]
 
 
 def _covered_s(spans: _Spans, end_s: float) -> float:

@@ -104,7 +104,11 @@ class Runner:
                 await self._cancel(work, *helpers, *self._tasks)
                 self.log.duration_s = self.clock()
         for task in (work, *helpers):
-            if not task.cancelled():
+            if not task.done():
+                self._note(
+                    f"the target did not let go of what was cancelled within {_CANCEL_S:g} s"
+                )
+            elif not task.cancelled():
                 task.result()  # a fault of ours is no result
         if self._fault is not None:
             raise self._fault

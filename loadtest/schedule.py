@@ -21,13 +21,15 @@ MAX_REQUESTS = 2_000_000
 Session = tuple[PlannedRequest, ...]  # each after those it waits for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Schedule:
     """What one run sends: sessions at their instants, or lanes that each go on for ever."""
 
     scenario: Scenario
     source: Source
     base: Path
+    left_out: str = ""  # part of a mixed workload that is drawn and not sent
+    _made: list[Session] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -36,13 +38,21 @@ class Schedule:
 
     def sessions(self) -> list[Session]:
         """Return all sessions of an open loop by when they begin; ConfigError when too many."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> list[Session]:
         found: list[Session] = []
         num_requests = 0
         instants = list(self._instants())
         self._bound(len(instants))  # before the first is made: that many would take minutes
         for index, at_s in instants:
-            found.append(self._session(index, at_s))
-            num_requests += len(found[-1])
+            session = self._session(index, at_s)
+            if self.left_out and session[0].kind.partition("/")[0] == self.left_out:
+                continue
+            found.append(session)
+            num_requests += len(session)
             self._bound(num_requests)
         return found
 
@@ -120,11 +130,14 @@ class Schedule:
         )
 
 
-def make_schedule(scenario: Scenario, base: Path, salt: str = "") -> Schedule:
+def make_schedule(
+    scenario: Scenario, base: Path, salt: str = "", *, left_out: str = ""
+) -> Schedule:
     """Open a scenario's files, which are beside it in `base`.
 
     Args:
         salt: another one for every run with a cold cache.
+        left_out: part of a mixed workload whose sessions are not sent; all others stay as they are.
 
     Raises:
         ConfigError: a file cannot be read, or is not what it should be.
@@ -135,17 +148,14 @@ def make_schedule(scenario: Scenario, base: Path, salt: str = "") -> Schedule:
         raise ConfigError(f"workload.file: {error.filename}: {error.strerror}") from None
     except ValueError as error:  # BadTrace is one
         raise ConfigError(f"workload.file: {error}") from None
-    return Schedule(scenario, source, base)
+    return Schedule(scenario, source, base, left_out)
 
 
-def ideal_hit_ratio(
-    scenario: Scenario, base: Path, counted: Container[int] | None = None
-) -> float | None:
+def ideal_hit_ratio(schedule: Schedule, counted: Container[int] | None = None) -> float | None:
     """Return the share of prompt tokens a cache without end would have; None in a closed loop.
 
     Sessions are taken one after another, as if none overlapped.
     """
-    schedule = make_schedule(scenario, base)
     if schedule.is_closed:
         return None
     requests = (request for session in schedule.sessions() for request in session)
@@ -163,12 +173,10 @@ def _until(arrivals: Open, scenario: Scenario) -> Iterator[tuple[int, float]]:
 
 
 def _read_times(path: Path) -> list[float]:
-    from services.sim.azure import read_azure
-    from services.sim.mooncake import read_trace
+    from services.sim.recorded import read_recorded
 
-    reader = read_trace if ".jsonl" in path.suffixes else read_azure
     try:
-        return [row.at_s for row in reader(path).arrivals]
+        return [row.at_s for row in read_recorded(path).arrivals]
     except OSError as error:
         raise ConfigError(f"arrivals.file: {path}: {error.strerror}") from None
     except ValueError as error:

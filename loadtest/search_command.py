@@ -48,7 +48,7 @@ def search(
 ) -> int:
     """Search in open loop: probe rates, halve the bracket, and run the best one again."""
     from loadtest import probing
-    from loadtest.launch import run_scenario
+    from loadtest.launch import run_schedule, schedule_of
     from loadtest.origin import origin
     from loadtest.outputs import save_search
     from loadtest.results import check_writable
@@ -73,14 +73,19 @@ def search(
 
     check_writable(out)
 
+    ends_s = time.monotonic() + budget_s
+
+    def left_s() -> float:
+        return ends_s - time.monotonic()
+
     def search_at(url: str) -> SearchResult:
         spec = options.spec_of(url, api, model, vocab_size, ca_file, api_key_file)
         return probing.search(
             found,
             order,
             origin(),
-            lambda at_rate, watch: run_scenario(at_rate, base, spec, watch),
-            budget_s=budget_s,
+            lambda at_rate, watch: run_schedule(schedule_of(at_rate, base), spec, watch),
+            budget_s=left_s(),
             now=time.monotonic,
             tell=lambda line: typer.echo(line, err=True),
         )
@@ -88,7 +93,11 @@ def search(
     if split is None:
         result = search_at(target)
     else:
-        result = probing.search_splits(split, lambda pools: search_at(_with_pools(target, pools)))
+        result = probing.search_splits(
+            split,
+            lambda pools: search_at(_with_pools(target, pools)),
+            lambda: left_s() > probing.probe_s(found, start),
+        )
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
     directory = save_search(out, result)
     typer.echo(f"written to {directory}", err=True)

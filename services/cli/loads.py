@@ -37,21 +37,21 @@ _NUM_PARTS = {"fixed": 3, "lognormal": 4}
 
 
 def traced_load(trace: Path, speedup: float) -> Workload:
-    """Read a trace: Azure's form where it is called .csv, else Mooncake's.
+    """Read a trace of any form there is.
 
     Raises:
         ConfigError: it cannot be read as one.
     """
     from services.common.errors import ConfigError
-    from services.sim.azure import read_azure
-    from services.sim.mooncake import read_trace
+    from services.sim.recorded import read_recorded
     from services.sim.trace_file import BadTrace
 
-    reader = read_azure if ".csv" in trace.suffixes else read_trace
     try:
-        return reader(trace, speedup)
-    except (OSError, BadTrace) as error:
-        raise ConfigError(f"{trace}: {getattr(error, 'strerror', None) or error}") from None
+        return read_recorded(trace, speedup)
+    except OSError as error:
+        raise ConfigError(f"{trace}: {error.strerror}") from None
+    except BadTrace as error:
+        raise ConfigError(f"--trace: {error}") from None
 
 
 def described_load(text: str) -> PlainLoad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +12,13 @@ import typer
 from services.cli import exits, loads
 from services.cli.plan_view import sizing_json, sizing_lines
 from services.cli.progress import Progress
+from services.common.wording import counted
 
 if TYPE_CHECKING:
     from services.models.config import ModelConfig
     from services.sim.memory import WorkerMemory, WorkerShape
     from services.sim.performance import PerformanceModel
+    from services.sim.trials import Run
     from services.sim.windows import Runs
 
 _GIB = 1 << 30
@@ -77,6 +80,7 @@ def plan(
         if trace is None
         else _traced(trace, speedup, requests, runs, seed)
     )
+    _check_enough(chosen_by, attain)
     question = Question(
         chosen_by, checked_by, Slo(slo_ttft, slo_tpot, attain), performance,
         Prices() if prices is None else read_prices(prices), max_workers,
@@ -90,6 +94,20 @@ def plan(
     else:
         typer.echo("\n".join(sizing_lines(question, sizing, memory)))
     return exits.OK if sizing.two_pools or sizing.one_pool else exits.FAILED
+
+
+def _check_enough(runs: Sequence[Run], attain: float) -> None:
+    """Refuse a load of so few requests that no cluster whatever could be seen to keep the SLO."""
+    from services.common.errors import ConfigError
+    from services.common.shares import wilson_bounds
+    from services.sim.trials import CONFIDENCE
+
+    number = sum(len(run.workload.arrivals) for run in runs)
+    if wilson_bounds(number, number, CONFIDENCE)[0] < attain:
+        raise ConfigError(
+            f"a load of {counted(number, 'request')} is too short: if all were good, that would "
+            f"not show that {attain:.1%} are"
+        )
 
 
 def _with_memory(

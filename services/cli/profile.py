@@ -19,7 +19,8 @@ _GIB = 1 << 30
 def profile(
     model: Annotated[str, typer.Option(help="Name, directory or .gguf file.")] = "",
     output: Annotated[
-        Path | None, typer.Option(help="Where the JSON goes; printed if left out.")
+        Path | None,
+        typer.Option("--out", "--output", help="Where the JSON goes; printed if left out."),
     ] = None,
     budget_s: Annotated[
         float, typer.Option(min=1, max=3600, help="Time after which no more rounds begin.")
@@ -34,7 +35,7 @@ def profile(
 ) -> int:
     """Measure prompts and steps of one worker; fit the performance model of `isthmus sim`."""
     if output is not None and not output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--output: {output.absolute().parent} is no directory")
+        raise typer.BadParameter(f"--out: {output.absolute().parent} is no directory")
     directory, progress = prepare_model(model), Progress()
     from services.runtime.threads import apply_threads
 

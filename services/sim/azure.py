@@ -44,6 +44,8 @@ def _rows(name: str, lines: Iterable[str]) -> list[tuple[float, int, int]]:
         if len(rows) == MAX_REQUESTS:
             raise BadTrace(f"{name} has more than {MAX_REQUESTS} requests")
         try:
+            if len(row) != len(COLUMNS):
+                raise ValueError(f"it has {len(row)} columns, and {len(COLUMNS)} are needed")
             at, num_tokens, output_tokens = row
             rows.append((_seconds(at), _tokens(num_tokens), max(1, _tokens(output_tokens))))
         except ValueError as error:
@@ -56,12 +58,14 @@ def _seconds(text: str) -> float:
     whole, _, fraction = text.partition(".")
     if fraction and not (fraction.isascii() and fraction.isdigit()):
         raise ValueError("TIMESTAMP is no time")
-    at = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    try:
+        at = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise ValueError("TIMESTAMP is no time") from None
     return at + float(f"0.{fraction or 0}")
 
 
 def _tokens(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= MAX_TOKENS:
-        raise ValueError(f"{number} is no number of tokens")
-    return number
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MAX_TOKENS):
+        raise ValueError(f"{text[:20]} is no number of tokens")
+    return int(text)

@@ -12,6 +12,7 @@ from services.sim.workload import Arrival, Workload, faster
 UNIT_TOKENS = 512
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1 << 24  # of one prompt
+_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_trace(path: Path, speedup: float = 1.0) -> Workload:
@@ -37,16 +38,17 @@ def _arrivals(name: str, lines: Iterable[str]) -> tuple[Arrival, ...]:
             raise BadTrace(f"{name} has more than {MAX_REQUESTS} requests")
         try:
             found.append(_arrival(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadTrace(f"line {number} of {name} is no request: {error!r}") from error
+        except ValueError as error:
+            raise BadTrace(f"line {number} of {name} is no request: {error}") from error
     # Sorting is stable, so requests of one instant stay in the order of the file.
     return tuple(sorted(found, key=lambda a: a.at_s))
 
 
-def _arrival(row: dict[str, object]) -> Arrival:
-    at_ms, num_tokens, output_tokens, units = (
-        row[key] for key in ("timestamp", "input_length", "output_length", "hash_ids")
-    )
+def _arrival(row: object) -> Arrival:
+    if not isinstance(row, dict) or (missing := [key for key in _KEYS if key not in row]):
+        lacks = f"lacks {', '.join(missing)}" if isinstance(row, dict) else "is no JSON object"
+        raise ValueError(f"it {lacks}")
+    at_ms, num_tokens, output_tokens, units = (row[key] for key in _KEYS)
     if not isinstance(at_ms, int | float) or not 0 <= at_ms < 1e12:
         raise ValueError("timestamp is no time in ms")
     if not isinstance(num_tokens, int) or not 0 < num_tokens <= MAX_TOKENS:

@@ -106,3 +106,19 @@ def test_keys_come_from_a_file_and_from_variables_and_never_from_the_scenario(
     assert read_keys(scenario, {"KEY_A": "of-a"}, file).of("b") == "of-file"
     with pytest.raises(ConfigError, match="the variable KEY_A is not set"):
         read_keys(scenario, {}, None)
+
+
+def test_one_tenant_has_one_key() -> None:
+    shares = [{"tenant": "a", "api_key_env": name} for name in ("KEY_1", "KEY_2")]
+    scenario = parse_scenario(
+        {
+            "name": "x",
+            "arrivals": {"kind": "offline", "sessions": 1},
+            "workload": {"kind": "fixed", "isl": 1, "osl": 1},
+            "mix": shares,
+        },
+        "x",
+    )
+    assert read_keys(scenario, {"KEY_1": "k", "KEY_2": "k"}, None).of("a") == "k"
+    with pytest.raises(ConfigError, match="two shares of tenant a have different keys"):
+        read_keys(scenario, {"KEY_1": "k", "KEY_2": "other"}, None)

@@ -45,10 +45,18 @@ def test_costs_of_other_prices_and_of_an_api_are_told(
 
 
 def test_what_is_not_enough_says_how_near_it_came(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*SMALL, "--max-workers", "1", "--attain", "0.999"]) == exits.FAILED
+    busy = ("--workload", "fixed:600,10,200", "--max-workers", "1")  # the last flag counts
+    assert run([*SMALL, *busy]) == exits.FAILED
     said = capsys.readouterr().out
     assert said.startswith("neither two pools nor one pool")
-    assert "two pools: nothing up to 1 a pool is enough for certain: at best 1.000" in said
+    assert "two pools: nothing up to 1 a pool is enough for certain: at best 0." in said
+
+
+def test_a_load_that_could_never_show_the_share_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run([*SMALL, "--attain", "0.999"]) == exits.USAGE
+    assert "is too short: if all were good, that would not show" in capsys.readouterr().err
 
 
 def test_json_holds_the_same_with_other_prices_and_memory(

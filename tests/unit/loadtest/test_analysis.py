@@ -181,6 +181,7 @@ def test_an_interrupted_run_is_measured_as_far_as_it_went() -> None:
     result = _run(records, duration_s=60.0, is_interrupted=True)
     assert result.counts["measured"] == 500
     assert result.rates["offered_rps"] == pytest.approx(10)
+    assert result.verdict == "INTERRUPTED", result.verdict_reason
 
 
 def test_a_run_that_was_stopped_in_its_warm_up_has_no_figures() -> None:

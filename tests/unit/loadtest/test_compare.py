@@ -166,6 +166,14 @@ def test_a_sample_that_cannot_bear_a_percentile_is_not_judged_by_it() -> None:
     assert "cannot bear" in change.reason
 
 
+def test_what_could_not_be_judged_is_said_in_the_reason() -> None:
+    few = [make_record(n, n / 4, 0.1) for n in range(8)]
+    assert "not judged for want of requests: ttft_p50_ms" in _compared(few, few).verdict_reason
+    more = [make_record(n, n / 4, 0.1) for n in range(480)]
+    reason = _compared(more, more).verdict_reason
+    assert "not judged for want of requests: ttft_p99_ms" in reason
+
+
 def test_failures_take_part_in_goodput_and_in_no_latency() -> None:
     a = [make_record(n, n / 20, 0.1) for n in range(2400)]
     b = [make_record(n, n / 20, 0.1) for n in range(2400)]

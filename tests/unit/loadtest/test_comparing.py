@@ -14,7 +14,7 @@ from loadtest.cli import run as run_cli
 from loadtest.compare import CompareRules
 from loadtest.comparing import Side, compare_stored, compare_targets, read_rules
 from loadtest.outputs import save_run
-from loadtest.records import Status
+from loadtest.records import Chunk, Status
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.target import TargetFacts
@@ -144,6 +144,23 @@ def test_stored_runs_are_compared_with_their_requests(tmp_path: Path) -> None:
     result = compare_stored(a, other, CompareRules())
     assert "the scenarios differ" in result.warnings[0]
     assert not any(metric.is_paired for metric in result.metrics)
+
+
+def test_a_start_that_a_stored_run_left_out_is_not_compared(tmp_path: Path) -> None:
+    scenario = _scenario(phases={"measure_s": 120.0})
+    paths = []
+    for noise in (1, 2):
+        log = _Server(noise).run(scenario)
+        for record in log.records[:200]:  # ten seconds in which everything was slow
+            record.chunks = [Chunk(c.at_s + noise, c.num_tokens) for c in record.chunks]
+        result = analyse(log, scenario, Origin({"cores": 2}, "abc"))
+        assert result.counts["not_measured"] == 200
+        paths.append(save_run(tmp_path, result, log.records))
+
+    found = compare_stored(paths[0], paths[1], CompareRules())
+    p99 = next(metric for metric in found.metrics if metric.name == "ttft_p99_ms")
+    assert p99.a is not None
+    assert p99.a < 200
 
 
 def test_the_command_ends_with_the_verdict(tmp_path: Path) -> None:

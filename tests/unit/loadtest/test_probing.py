@@ -148,13 +148,26 @@ def test_the_best_split_is_climbed_to(total: int, prefill_share: float) -> None:
         return SEARCHED.model_copy(update={"best_rps": capacity})
 
     best = max(min(p / prefill_share, (total - p) / (1 - prefill_share)) for p in range(1, total))
-    result = search_splits(total, search_at)
+    result = search_splits(total, search_at, lambda: True)
     assert result.best_rps == pytest.approx(best)
     assert f"of {len(tried)} splits" in result.verdict_reason
     assert len(tried) == len(set(tried)) <= 8
     placed = {(probe.prefill_workers, probe.decode_workers) for probe in result.probes}
     assert placed == {(prefill, total - prefill) for prefill in tried}
     assert len(result.probes) == len(tried) * len(SEARCHED.probes)
+
+
+def test_the_best_of_splits_is_not_sure_once_time_is_over() -> None:
+    tried: list[int] = []
+
+    def search_at(pools: Pools) -> SearchResult:
+        tried.append(pools.prefill)
+        return SEARCHED
+
+    result = search_splits(8, search_at, lambda: len(tried) < 2)
+    assert len(tried) == 2
+    assert result.verdict == "UNRESOLVED"
+    assert "there was no time for others" in result.verdict_reason
 
 
 _FILE = """

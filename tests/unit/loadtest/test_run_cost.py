@@ -88,6 +88,19 @@ def test_without_stages_nobody_knows_how_busy_workers_were() -> None:
     assert [pool["used_usd"] for pool in cost["pools"]] == [None, None]
 
 
+def test_owned_workers_without_stages_take_power_while_a_request_is_open() -> None:
+    """0.6 s of 10: the first for 0.5 s, the second for as long and 0.4 s of it beside the first."""
+    owned = PoolPrices(mode="own", idle_w=100.0, max_w=1_100.0)
+    prices = Prices(prefill=owned, decode=owned, aggregated=owned)
+    requests = [_record(0, 1.0, stages_ms={}), _record(1, 1.1, stages_ms={})]
+    for number, workers in ((2, "aggregated=2"), (3, "aggregated=3")):
+        cost = run_cost(_log(*requests), SLO, Pricing(prices, parse_workers(workers)))
+        joules = number * (100.0 * 10 + 1_000.0 * 0.6)
+        energy = prices.energy.pue * prices.energy.per_kwh
+        assert cost["pools"][0]["energy_usd"] == pytest.approx(joules / 3.6e6 * energy)
+        assert cost["used_usd"] is None
+
+
 def test_one_pool_without_stages_has_a_cost_that_nobody_can_split() -> None:
     """Every request stays with its worker, as in a simulation of one pool."""
     log = _log(_record(0, 1.0, stages_ms={}, mode="STAY", prefill_worker="a", decode_worker="a"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,16 @@ def test_a_fault_of_a_target_is_raised_and_no_result() -> None:
 
     with pytest.raises(KeyError, match="a bug"):
         run_on(Broken)
+
+
+def test_a_target_that_does_not_let_go_costs_a_note_and_not_the_run() -> None:
+    class Clinging(FakeTarget):
+        async def look(self) -> ClusterLook | None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1_000.0)
+            await asyncio.sleep(60.0)
+            return None
+
+    log, _ = run_on(Clinging)
+    assert len(log.records) == 20
+    assert log.notes == ["the target did not let go of what was cancelled within 5 s"]

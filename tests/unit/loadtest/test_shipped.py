@@ -53,7 +53,7 @@ def test_a_cache_without_end_would_have_what_prompts_share() -> None:
     rag, base = read_scenario("rag", quick=False, rate=None, seed=None)
     burst, _ = read_scenario("burst", quick=True, rate=None, seed=None)
 
-    ideal = ideal_hit_ratio(rag, base)
+    ideal = ideal_hit_ratio(make_schedule(rag, base))
     assert ideal is not None
     assert 0.8 < ideal < 8192 / (8192 + 256)  # each document once is missing
-    assert ideal_hit_ratio(burst, base) == 0
+    assert ideal_hit_ratio(make_schedule(burst, base)) == 0

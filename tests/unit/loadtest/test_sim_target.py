@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.launch import TargetSpec, run_scenario
+from loadtest.launch import TargetSpec, run_schedule, schedule_of
 from loadtest.options import read_scenario
 from loadtest.records import Piece, PlannedRequest, Prompt, Status
 from loadtest.run_log import RunLog
@@ -15,7 +15,7 @@ from loadtest.target import TargetUnusable
 
 def simulated(name: str, spec: str) -> RunLog:
     scenario, base = read_scenario(name, quick=True, rate=None, seed=None)
-    return run_scenario(scenario, base, TargetSpec(f"sim:{spec}"))
+    return run_schedule(schedule_of(scenario, base), TargetSpec(f"sim:{spec}"))
 
 
 @pytest.mark.parametrize("name", ["chat_rt", "agents"])
