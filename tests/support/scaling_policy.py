@@ -21,23 +21,27 @@ def make_policy(
     pools: Mapping[str, Mapping[str, Any]] | None = None, **spec: Any
 ) -> PoolAutoscalingPolicy:
     """Build a policy that grows at once and shrinks after twenty seconds; `pools` by name."""
+    return parse_policy(policy_values(pools, **spec), "test")
+
+
+def policy_values(
+    pools: Mapping[str, Mapping[str, Any]] | None = None, **spec: Any
+) -> dict[str, Any]:
+    """Return what the file of such a policy holds."""
     changes = pools or {}
-    return parse_policy(
-        {
-            "apiVersion": "autoscaling.isthmus.dev/v1alpha1",
-            "kind": "PoolAutoscalingPolicy",
-            "metadata": {"name": "test"},
-            "spec": {
-                "clusterRef": {"name": "test"},
-                "pools": [
-                    _pool("prefill", "Prefill", changes.get("prefill", {})),
-                    _pool("decode", "Decode", changes.get("decode", {})),
-                ],
-                **spec,
-            },
+    return {
+        "apiVersion": "autoscaling.isthmus.dev/v1alpha1",
+        "kind": "PoolAutoscalingPolicy",
+        "metadata": {"name": "test"},
+        "spec": {
+            "clusterRef": {"name": "test"},
+            "pools": [
+                _pool("prefill", "Prefill", changes.get("prefill", {})),
+                _pool("decode", "Decode", changes.get("decode", {})),
+            ],
+            **spec,
         },
-        "test",
-    )
+    }
 
 
 def _pool(name: str, role: str, changes: Mapping[str, Any]) -> dict[str, Any]:
