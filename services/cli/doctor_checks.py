@@ -271,7 +271,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     check_gpu,
 )
 _OPTIONAL_PACKAGES = {
-    "ray": "the autoscaler's local driver",
+    "ray": "workers as Ray actors (isthmus up --runtime ray)",
     "kubernetes": "the operator and the Kubernetes drivers",
     "triton": "GPU kernels, and their tests in the interpreter",
 }

@@ -19,6 +19,7 @@ from services.cli import (
     chat,
     config_command,
     doctor,
+    down,
     exits,
     explain,
     key,
@@ -44,6 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts
 )
 app.command("up")(up.up)
+app.command("down")(down.down)
 app.command("router")(serve.router)
 app.command("worker")(serve.worker)
 app.command("autoscaler")(autoscaler_command.autoscaler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -122,6 +123,7 @@ def up(
     runtime_dir = RuntimeDir.create(os.environ)
     run = _Run(loaded, counts, runtime_dir.path, json_status, log_dir)
     try:
+        runtime_dir.tell(json.dumps({"pid": os.getpid()}))  # to `isthmus down`
         run.decode_dtype = None if decode_dtype is None else decode_dtype.value
         run.policy = policy
         run.engine = engine

@@ -366,8 +366,9 @@ def _init(**options: Any) -> None:
                 logging_level=logging.ERROR,
                 **options,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"no Ray at ray.address {address}: {_first_line(error)}") from error
+        except Exception as error:  # a node that does not start in time is told of as just that
+            what = "Ray did not start" if address == "local" else f"no Ray at {address}"
+            raise ConfigError(f"{what}: {_first_line(error)}") from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 PREFIX = "isthmus-"
 _LOCK = ".lock"
+_FACTS = "facts.json"
 _MAX_TRIES = 8
 
 
@@ -37,6 +38,10 @@ class RuntimeDir:
             os.close(lock_fd)  # a sweeper came between creating and locking
         raise OSError(f"no runtime directory could be made in {base}")
 
+    def tell(self, facts: str) -> None:
+        """Let others of this user know whose directory it is, for as long as it is locked."""
+        (self.path / _FACTS).write_text(facts)
+
     def remove(self) -> None:
         """Delete the directory; harmless when it is gone already."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -51,6 +56,18 @@ def runtime_base(environ: Mapping[str, str]) -> Path:
     if base and os.access(base, os.W_OK | os.X_OK):
         return Path(base)
     return Path(tempfile.gettempdir())
+
+
+def running_facts(environ: Mapping[str, str]) -> list[str]:
+    """What the owners of directories in use tell about themselves."""
+    base = runtime_base(environ)
+    sweep_stale(base)  # what is left belongs to processes that live
+    found = []
+    for path in sorted(base.glob(f"{PREFIX}*/{_FACTS}")):
+        with contextlib.suppress(OSError):  # another user's, or just being removed by its owner
+            if path.stat().st_uid == os.getuid() and (facts := path.read_text()):
+                found.append(facts)  # empty: just being written
+    return found
 
 
 def sweep_stale(base: Path) -> list[Path]:
