@@ -11,6 +11,7 @@ from loadtest import (
     calibrate_command,
     compare_command,
     exits,
+    interference_command,
     report_command,
     run_command,
     search_command,
@@ -29,6 +30,7 @@ app.command("replay")(run_command.replay)
 app.command("scenarios")(run_command.scenarios)
 app.command("search")(search_command.search)
 app.command("compare")(compare_command.compare)
+app.command("interference")(interference_command.interference)
 app.command("calibrate")(calibrate_command.calibrate)
 app.command("report")(report_command.report)
 

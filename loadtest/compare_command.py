@@ -77,20 +77,14 @@ def _run(
     rules: CompareRules,
     num_blocks: int,
 ) -> tuple[CompareResult, Records]:
-    from loadtest.comparing import MIN_BLOCKS, Side, compare_targets
+    from loadtest.comparing import BlockOrder, Side, compare_targets
     from loadtest.launch import run_schedule, schedule_of
     from loadtest.origin import origin
-
-    if num_blocks < MIN_BLOCKS:
-        typer.echo(
-            f"warning: fewer than {MIN_BLOCKS} blocks cannot convince at the usual confidence",
-            err=True,
-        )
 
     def side(spec: TargetSpec) -> Side:
         return Side(spec.url, lambda load: run_schedule(schedule_of(load, base), spec))
 
     return compare_targets(
-        side(specs[0]), side(specs[1]), scenario, rules, origin(), num_blocks=num_blocks,
+        side(specs[0]), side(specs[1]), scenario, rules, origin(), order=BlockOrder(num_blocks),
         tell=lambda line: typer.echo(line, err=True),
     )  # fmt: skip

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from loadtest.analysis import Origin, analyse, measured_part
+from loadtest.analysis import CONFIDENCE, Origin, analyse, distributions, measured_part
 from loadtest.blocks import block_of, block_scenario, join, joined_scenario, order_of
 from loadtest.compare import Arm, CompareRules, compare, differences
+from loadtest.figures import between_arms, interference_told
+from loadtest.percentiles import CURVE_STEPS
 from loadtest.raw_file import read_records
-from loadtest.records import Phase, RequestRecord
+from loadtest.records import Phase, RequestRecord, Status
 from loadtest.result import CompareResult, RunResult
 from loadtest.results import ResultUnreadable, check_raw_file, load_result, result_path
 from loadtest.run_log import RunLog
@@ -42,6 +44,14 @@ class Side:
     run: RunBlock
 
 
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """How a load is cut, and what of it is compared."""
+
+    num_blocks: int
+    but: str = ""  # a part of a mixed workload that is left out of what is compared
+
+
 def read_rules(path: Path) -> CompareRules:
     """Read a YAML file; ConfigError names the key that is wrong."""
     text = read_bounded("rules", path, _MAX_RULES_BYTES).decode(errors="replace")
@@ -62,10 +72,13 @@ def compare_targets(
     rules: CompareRules,
     origin: Origin,
     *,
-    num_blocks: int,
+    order: BlockOrder,
     tell: Tell,
 ) -> tuple[CompareResult, Records]:
     """Send the same blocks to both arms in turn; a run that is stopped keeps its whole pairs."""
+    num_blocks, but = order.num_blocks, order.but
+    if num_blocks < MIN_BLOCKS:
+        tell(f"warning: fewer than {MIN_BLOCKS} blocks cannot convince at the usual confidence")
     sides = {"a": a, "b": b}
     logs: dict[str, dict[int, RunLog]] = {"a": {}, "b": {}}
     for block, arm in order_of(num_blocks):
@@ -88,7 +101,11 @@ def compare_targets(
         each_s = one.phases.measure_s
         length_s = sum(part.duration_s if each_s is None else each_s for part in parts)
         result = analyse(log, whole, origin, measured_s=length_s)
-        records = _measured(log.records)
+        records = _others(_measured(log.records), but)
+        if but:
+            answered = [record for record in records if record.status is Status.OK]
+            shown = distributions(answered, curve_steps=CURVE_STEPS)
+            result = result.model_copy(update={"distributions": shown})
         return Arm(side.name, result, records, block_of, length_s, log.duration_s, price), log
 
     arm_a, log_a = arm_of(a, [logs["a"][block] for block in blocks], rules.usd_per_hour_a)
@@ -96,6 +113,18 @@ def compare_targets(
     warnings = list(differences(arm_a.result, arm_b.result))
     result = compare(arm_a, arm_b, scenario.slo, rules, is_paired=True, warnings=warnings)
     return result, (log_a.records, log_b.records)
+
+
+def with_interference(result: CompareResult, records: Records, *, but: str) -> CompareResult:
+    """Add how much longer a token of the other requests takes beside that part."""
+    without, beside = (
+        [r for r in _others(_measured(arm), but) if r.status is Status.OK] for arm in records
+    )
+    figures = between_arms(beside, without, CONFIDENCE)
+    told = interference_told(figures, but)
+    return result.model_copy(
+        update={"figures": figures, "verdict_reason": f"{told}; {result.verdict_reason}"}
+    )
 
 
 def compare_stored(a: Path, b: Path, rules: CompareRules) -> CompareResult:
@@ -133,6 +162,10 @@ def _arm(path: Path, result: RunResult, usd_per_hour: float | None) -> Arm:
 
     name = str(path)
     return Arm(name, result, measured, slice_of, length_s, result.duration_s, usd_per_hour)
+
+
+def _others(records: Sequence[RequestRecord], but: str) -> list[RequestRecord]:
+    return [record for record in records if not but or record.kind.partition("/")[0] != but]
 
 
 def _measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:

@@ -82,13 +82,7 @@ def interference(records: Sequence[RequestRecord], confidence: float) -> Figures
         first, last = record.chunks[0].at_s, record.chunks[-1].at_s
         overlaps = bisect_left(starts, last) > bisect_right(ends, first)
         (beside if overlaps else alone).append(tpot_s * 1000)
-    fewest = min(len(beside), len(alone))
-    # The highest percentile that both can bear; a p99 needs a thousand requests of each.
-    share = next((share for share in reversed(SHARES) if not is_too_few(fewest, share)), _TAIL)
-    with_long, without = (
-        share_of(distribution(part, confidence=confidence), share) for part in (beside, alone)
-    )
-    name = f"tpot_p{round(share * 100)}_ms"
+    name, with_long, without = _tails(beside, alone, confidence)
     return {
         "short_beside_long": float(len(beside)),
         "short_alone": float(len(alone)),
@@ -96,6 +90,48 @@ def interference(records: Sequence[RequestRecord], confidence: float) -> Figures
         f"{name}_alone": without,
         "interference": None if with_long is None or not without else with_long / without,
     }
+
+
+def between_arms(
+    beside: Sequence[RequestRecord], alone: Sequence[RequestRecord], confidence: float
+) -> Figures:
+    """Compare requests of a run with long ones to the same requests of one without."""
+    tpots_ms = [
+        [tpot_s * 1000 for record in arm if (tpot_s := record.tpot_s) is not None]
+        for arm in (beside, alone)
+    ]
+    name, with_long, without = _tails(tpots_ms[0], tpots_ms[1], confidence)
+    return {
+        f"{name}_with_long": with_long,
+        f"{name}_without_long": without,
+        "interference": None if with_long is None or not without else with_long / without,
+    }
+
+
+def interference_told(figures: Figures, part: str) -> str:
+    """Tell them in a sentence."""
+    (name, with_long), (_, without), (_, factor) = figures.items()
+    share = name.removeprefix("tpot_").removesuffix("_ms_with_long")
+    if not (isinstance(with_long, float) and isinstance(without, float)):
+        return "too few other requests to tell interference"
+    assert isinstance(factor, float)
+    return (
+        f"TPOT {share} of the others is {with_long:.1f} ms with {part} and {without:.1f} ms "
+        f"without: {factor:.2f} times"
+    )
+
+
+def _tails(
+    beside: Sequence[float], alone: Sequence[float], confidence: float
+) -> tuple[str, float | None, float | None]:
+    """Return the highest percentile that both can bear; a p99 needs a thousand requests of each."""
+    fewest = min(len(beside), len(alone))
+    share = next((share for share in reversed(SHARES) if not is_too_few(fewest, share)), _TAIL)
+    with_long, without = (
+        share_of(distribution(part, confidence=confidence), share) if part else None
+        for part in (beside, alone)
+    )
+    return f"tpot_p{round(share * 100)}_ms", with_long, without
 
 
 def makespans(records: Sequence[RequestRecord]) -> Figures:

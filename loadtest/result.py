@@ -231,4 +231,5 @@ class CompareResult(Form):
     metrics: tuple[MetricChange, ...]
     verdict: Literal["better", "worse", "inconclusive"]
     verdict_reason: str
+    figures: dict[str, float | str | None] = {}  # what is told beyond metrics: interference
     warnings: tuple[str, ...] = ()  # what differs between the arms and should not

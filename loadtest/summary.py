@@ -96,7 +96,8 @@ def _compare(result: CompareResult) -> str:
     title = _safe(f"{result.name_b} against {result.name_a}: {result.verdict}")
     lines = [f"# {title}", "", _safe(result.verdict_reason), ""]
     lines += [f"* **not alike**: {_safe(warning)}" for warning in result.warnings]
-    return "\n".join([*lines, "", *_table(["", "A", "B", "change", "verdict"], rows)])
+    told = _table(["figure", "value"], figure_rows(result.figures))
+    return "\n".join([*lines, "", *told, *_table(["", "A", "B", "change", "verdict"], rows)])
 
 
 def _share(share: Interval) -> str:

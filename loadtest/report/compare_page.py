@@ -10,6 +10,7 @@ from loadtest.plots.chart import Axis, Span, SpanPlot, span_plot
 from loadtest.plots.markup import Markup, join, tag
 from loadtest.report import parts
 from loadtest.report.curves import CURVES, latency_plot, scenario_name, slo_limits_ms
+from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, Cell
 from loadtest.result import CompareResult, MetricChange, RunResult
 
@@ -28,6 +29,10 @@ def compare_page(result: CompareResult) -> str:
         parts.verdict(word, KINDS.get(result.verdict, ""), result.verdict_reason),
         _warnings(result),
         parts.section("What changed", parts.plots(_changes(result)), _metrics(result)),
+        parts.section(
+            "What this comparison asks",
+            parts.cards(parts.fact_table("Figures", figure_rows(result.figures))),
+        ),
         _curves(result),
         parts.section("What differs", _differences(result)),
         parts.section("The two runs", _run("A", result.a), _run("B", result.b)),

@@ -15,7 +15,12 @@ _KNOWN = {
     **{
         f"tpot_p{share}_ms_{where}": (f"TPOT p{share} of short requests {told} a long one", "_ms")
         for share in (50, 90, 95, 99)
-        for where, told in (("beside_long", "beside"), ("alone", "without"))
+        for where, told in (
+            ("beside_long", "beside"),
+            ("alone", "without"),
+            ("with_long", "in a run with"),
+            ("without_long", "in one without"),
+        )
     },
     "interference": ("interference: the first of these over the second", " times"),
     "sessions": ("sessions", ""),

@@ -115,6 +115,20 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert result["attainment"]["value"] == 1.0
 
 
+def test_interference_is_told_by_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--quick", "--rate", "20", "--blocks", "2", "--target", "sim:prefill=2,decode=2"]
+    code = cli.run(["interference", "long8k", *flags, "--out", str(tmp_path), "--json"])
+
+    told = capsys.readouterr()
+    result = json.loads(told.out)
+    assert code == 0, told.err
+    assert result["name_a"] == "long8k without long"
+    assert result["figures"]["interference"] >= 1
+    assert "warning: fewer than 11 blocks" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -122,6 +136,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["run", "chat_rt", "--target", "http://127.0.0.1:1"], 5, "no connection"),
         (["run", "chat_rt", "--target", "x"], 5, "x is no target"),
         (["run", "chat_rt"], 2, "--target"),
+        (["run", "chaos", "--target", "sim:"], 2, "give --cluster FILE"),
+        (["interference", "chat_rt", "--target", "sim:"], 2, "has no part long"),
+        (["report", "/nowhere"], 2, "No such file"),
         (["replay", "x.txt", "--target", "sim:"], 2, "neither .jsonl"),
         (["run", "offline", "--target", "sim:", "--rate", "3"], 2, "have no rate"),
         (["run", "chat_rt", "--target", "sim:", "--out", "/dev/null"], 2, "cannot be written"),

@@ -12,9 +12,17 @@ from loadtest.analysis import Origin, analyse
 from loadtest.blocks import block_of, order_of
 from loadtest.cli import run as run_cli
 from loadtest.compare import CompareRules
-from loadtest.comparing import Side, compare_stored, compare_targets, read_rules
+from loadtest.comparing import (
+    BlockOrder,
+    Side,
+    compare_stored,
+    compare_targets,
+    read_rules,
+    with_interference,
+)
 from loadtest.outputs import save_run
 from loadtest.records import Chunk, Status
+from loadtest.report.page import report_page
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.target import TargetFacts
@@ -60,7 +68,7 @@ def _compared(a: _Server, b: _Server, scenario: Scenario | None = None) -> Any:
     lines: list[str] = []
     result, records = compare_targets(
         Side("a", a.run), Side("b", b.run), scenario or _scenario(), CompareRules(),
-        Origin({"cores": 2}, "abc"), num_blocks=12, tell=lines.append,
+        Origin({"cores": 2}, "abc"), order=BlockOrder(12), tell=lines.append,
     )  # fmt: skip
     return result, records, lines
 
@@ -104,6 +112,45 @@ def test_a_request_that_its_block_cut_off_is_not_late_by_the_later_blocks() -> N
     result, _, _ = _compared(Cutting(1), Cutting(2))
     assert result.a.counts["censored"] == 12
     assert result.a.attainment.value == 1
+
+
+def test_what_a_part_does_to_the_others_is_told_from_runs_with_and_without_it() -> None:
+    """Long requests are in one arm only, and slow down the others there; they are not compared."""
+
+    def arm(server: _Server, has_long: bool) -> Side:
+        def run(scenario: Scenario) -> RunLog:
+            log = server.run(scenario)
+            for record in log.records:
+                record.kind = "long" if record.number % 10 == 9 else "short"
+                slower = 3.0 if record.kind == "long" else 1.5 if has_long else 1.0
+                first_s = record.chunks[0].at_s
+                record.chunks = [
+                    Chunk(first_s + (c.at_s - first_s) * slower, c.num_tokens)
+                    for c in record.chunks
+                ]
+            if not has_long:
+                log.records = [record for record in log.records if record.kind == "short"]
+            return log
+
+        return Side("with" if has_long else "without", run)
+
+    result, records = compare_targets(
+        arm(_Server(1), False), arm(_Server(2), True), _scenario(), CompareRules(),
+        Origin({"cores": 2}, "abc"), order=BlockOrder(12, but="long"), tell=lambda line: None,
+    )  # fmt: skip
+    result = with_interference(result, records, but="long")
+
+    assert result.figures == {
+        "tpot_p99_ms_with_long": pytest.approx(15),
+        "tpot_p99_ms_without_long": pytest.approx(10),
+        "interference": pytest.approx(1.5),
+    }
+    assert result.verdict == "worse"
+    told = "TPOT p99 of the others is 15.0 ms with long and 10.0 ms without: 1.50 times"
+    assert result.verdict_reason.startswith(told)
+    assert "1.5 times" in report_page(result)
+    assert result.a.distributions["ttft_ms"].count == result.b.distributions["ttft_ms"].count
+    assert len(records[1]) > len(records[0])
 
 
 def test_a_comparison_that_is_stopped_keeps_its_whole_pairs() -> None:

@@ -240,3 +240,17 @@ def test_what_is_wrong_with_files_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         schedule(workload, arrivals, phases={"measure_s": 1}).sessions()
+
+
+def test_a_part_that_is_left_out_changes_nothing_of_the_others() -> None:
+    parts = [
+        {"name": name, "weight": weight, "workload": {"kind": "fixed", "isl": isl, "osl": 2}}
+        for name, weight, isl in (("short", 3, 8), ("long", 1, 64))
+    ]
+    whole = schedule({"kind": "mixed", "parts": parts})
+    without = make_schedule(whole.scenario, DATA, left_out="long")
+
+    shorts = [session for session in whole.sessions() if session[0].kind == "short"]
+    assert without.sessions() == shorts
+    assert 0 < len(shorts) < len(whole.sessions())
+    assert whole.sessions() is whole.sessions()  # made once
