@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli import exits
+from services.cli import exits, loads
 
 if TYPE_CHECKING:
     from services.autoscaler.policy import PoolAutoscalingPolicy
@@ -71,6 +71,50 @@ def example() -> int:
     from services.autoscaler.policy_file import EXAMPLE
 
     typer.echo(EXAMPLE.read_text(encoding="utf-8"), nl=False)
+    return exits.OK
+
+
+@app.command("simulate")
+def simulate(
+    file: PolicyFile,
+    trace: loads.Trace = None,
+    workload: loads.Described = "",
+    requests: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Requests of a --workload.")
+    ] = 2_000,
+    speedup: loads.Speedup = 1.0,
+    seed: loads.DrawSeed = 0,
+    model_file: loads.ModelFile = None,
+    at: Annotated[
+        str, typer.Option(help="Limits are those of this moment: 2026-12-01T09:00+01:00.")
+    ] = "",
+    as_json: AsJson = False,
+) -> int:
+    """Size simulated pools by a policy's decisions: latencies, sizes, and why they changed.
+
+    Starts take as long as the policy expects. Modes DryRun and Paused act here too.
+    """
+    from services.cli.policy_sim import simulated, simulation_json, simulation_lines
+    from services.cli.progress import Progress
+    from services.sim.performance import default_model, read_model
+    from services.sim.synthetic import plain_workload
+
+    if (trace is None) == (not workload):
+        raise typer.BadParameter("give --trace or --workload")
+    unix_s, policy = _unix_s(at), _load(file)
+    model = default_model() if model_file is None else read_model(model_file)
+    if trace is not None:
+        load = loads.traced_load(trace, speedup)
+    else:
+        load = plain_workload(loads.described_load(workload), requests, seed)
+    progress = Progress()
+    progress(f"{load.name}: {len(load.arrivals)} requests", 0.0)
+    found = simulated(policy, unix_s, load, model, seed)
+    progress.done()
+    if as_json:
+        typer.echo(json.dumps(simulation_json(found), indent=2, allow_nan=False))
+    else:
+        typer.echo("\n".join(simulation_lines(found)))
     return exits.OK
 
 

@@ -166,3 +166,31 @@ def test_a_moment_has_a_date_and_a_zone(text: str, capsys: pytest.CaptureFixture
 def test_a_file_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["policy", "lint", "/nowhere/policy.yaml"]) == exits.USAGE
     assert "policy: /nowhere/policy.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_simulate_sizes_pools_by_the_policy_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(EXAMPLE.read_text())["spec"]
+    for pool in values["pools"]:
+        pool["startup"] = {"expectedSeconds": 10}
+    path = written(tmp_path / "p.yaml", pools=values["pools"])
+    load = ("--workload", "fixed:3000,20,25", "--requests", "900")
+    told = json.loads(said(capsys, "simulate", str(path), *load, "--json", *MONDAY))
+    assert told["num_requests"] == 900
+    assert told["pools"]["prefill"]["first"] == 2  # what the schedule has on a Monday
+    assert told["pools"]["decode"]["first"] == 4
+    grown = [change for change in told["changes"] if change["pool"] == "prefill"]
+    assert grown
+    assert grown[0]["after"] > grown[0]["before"]
+    assert grown[0]["reason"]
+    assert told["pools"]["prefill"]["most"] <= 8
+    sunday = ("--at", "2026-11-29T09:00Z")
+    lines = said(capsys, "simulate", str(path), *load, *sunday).splitlines()
+    assert lines[0].endswith("pools sized by chat, " + told["performance"]["name"])
+    assert any(line.startswith("prefill: 1 replica at first") for line in lines)
+
+
+def test_simulate_wants_one_load(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["policy", "simulate", str(EXAMPLE)]) == exits.USAGE
+    assert "--workload" in capsys.readouterr().err
