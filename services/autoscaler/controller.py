@@ -80,9 +80,15 @@ class Controller:
         """Renew beside the ticks: a driver that hangs must not cost us the lease."""
         while True:
             await asyncio.sleep(self._parts.lease.lease_s / _RENEWALS)
-            if self._parts.lease.left_s:
-                with suppress(StoreUnavailable):  # told by the tick that finds it lost
-                    await self.lead()
+            if not self._parts.lease.left_s:
+                continue
+            try:
+                await self.lead()
+            except StoreUnavailable as error:
+                log.warning("autoscaler.lease_not_renewed", reason=str(error)[:200])
+            except Exception:
+                # Without this loop a slow tick would cost the lease.
+                log.exception("autoscaler.lease_fault")
 
     async def lead(self) -> bool:
         """Take or renew the lease; go on from what the one before kept. Raises StoreUnavailable."""

@@ -12,7 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.autoscaler.controller import Controller, Parts
-from services.autoscaler.driver import Driver
+from services.autoscaler.driver import Driver, DriverError
 from services.autoscaler.epoch_clock import EpochClock
 from services.autoscaler.leadership import Lease
 from services.autoscaler.policy import PoolAutoscalingPolicy
@@ -21,9 +21,9 @@ from services.autoscaler.predictors import check_predictor
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import External, SignalReader
 from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
-from services.common.address import join_host_port
+from services.common.address import join_host_port, split_host_port
 from services.common.clock import Clock, SystemClock
-from services.common.config import IsthmusConfig
+from services.common.config import IsthmusConfig, is_loopback
 from services.common.errors import ConfigError
 from services.common.model_manifest import read_manifest
 from services.registry.reader import RedisRegistryReader
@@ -70,7 +70,13 @@ def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
     """Say how workers are reached: like a router, with its certificates. Raises ConfigError."""
     identity = cluster_identity(config.tls, clock)
     if identity is None:
-        return plaintext
+
+        def dial_plaintext(address: str) -> grpc.aio.Channel:
+            if not (config.auth.allow_plaintext or is_loopback(split_host_port(address)[0])):
+                raise DriverError("plaintext to another host needs auth.allow_plaintext")
+            return plaintext(address)
+
+        return dial_plaintext
 
     def dial(address: str) -> grpc.aio.Channel:
         options = (*OPTIONS, (_NAME, config.tls.worker_name))

@@ -106,9 +106,17 @@ def _parse(body: bytes, now: float) -> Reading | str:
     return Reading(value, min(at, now))
 
 
-def prometheus_reader(url: str, policy: Path) -> PrometheusReader:
-    """Make the reader of a policy's figures; raises ConfigError."""
+def prometheus_reader(url: str | None, policy: Path) -> PrometheusReader | None:
+    """Make the reader of a policy's figures, if it needs any; raises ConfigError."""
+    queries = queries_of(load_policy(policy).spec)
+    if not queries:
+        return None
+    if url is None:
+        names = ", ".join(sorted(queries))
+        raise ConfigError(
+            f"the policy asks for figures of a Prometheus server ({names}): --prometheus"
+        )
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--prometheus: {url!r} is no http:// or https:// address")
-    return PrometheusReader(url, queries_of(load_policy(policy).spec))
+    return PrometheusReader(url, queries)

@@ -16,7 +16,8 @@ STATUS_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 5.0
 _AT_ONCE = 64  # workers asked at the same time
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
-# Opens a channel to an address; the configuration says with which certificates.
+# Opens a channel to an address; the configuration says with which certificates. Raises DriverError
+# where it says that there is to be none.
 Dial: TypeAlias = Callable[[str], grpc.aio.Channel]
 Stub: TypeAlias = "worker_pb2_grpc.WorkerAsyncStub"  # known to the type checker alone
 
@@ -29,11 +30,12 @@ def plaintext(address: str) -> grpc.aio.Channel:
 
 
 class WorkerCalls:
-    """Channels to the workers of one cluster, as many as there are. Belongs to the event loop."""
+    """Calls to the workers of one cluster. Belongs to the event loop."""
 
     def __init__(self, dial: Dial = plaintext) -> None:
         self._dial = dial
-        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+        # By address, for what is asked at every tick; other calls are rare.
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def statuses(
@@ -74,12 +76,13 @@ class WorkerCalls:
                 return await self._stub(address).Status(
                     worker_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S
                 )
-            except grpc.aio.AioRpcError:
+            except (grpc.aio.AioRpcError, DriverError):
                 return None
 
     async def _call(self, address: str, call: Callable[[Stub], Awaitable[Answer]]) -> Answer:
         try:
-            return await call(self._stub(address))
+            async with self._dial(address) as channel:
+                return await call(worker_pb2_grpc.WorkerStub(channel))
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
             raise DriverError(f"the worker at {address}: {why}") from None

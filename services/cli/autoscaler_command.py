@@ -98,7 +98,7 @@ def autoscaler(
         Options(
             policy=policy,
             make_driver=make_driver,
-            external=None if prometheus is None else prometheus_reader(prometheus, policy),
+            external=prometheus_reader(prometheus, policy),
             record=record,
             host=host,
             grpc_port=grpc_port,

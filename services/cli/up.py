@@ -81,6 +81,9 @@ def up(
     policy: Annotated[
         Path | None, typer.Option(help="Resize the pools by this policy while they serve.")
     ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Prometheus server that a policy's other figures are of.")
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until everything must be ready.")
     ] = _START_TIMEOUT_S,
@@ -125,7 +128,7 @@ def up(
     try:
         runtime_dir.tell(json.dumps({"pid": os.getpid()}))  # to `isthmus down`
         run.decode_dtype = None if decode_dtype is None else decode_dtype.value
-        run.policy = policy
+        run.policy, run.prometheus = policy, prometheus
         run.engine = engine
         run.uses_ray = runtime is Runtime.ray or ray_address is not None
         if engine is Engine.model or run.uses_ray:
@@ -169,6 +172,7 @@ class _Run:
         self.launch_scripted: Launch | None = None  # None = workers compute with the model
         self.decode_dtype: str | None = None
         self.policy: Path | None = None  # None = pools keep their size
+        self.prometheus: str | None = None
         self.engine = Engine.model
         self.uses_ray = False
         self._ray: RayRuntime | None = None
@@ -242,7 +246,8 @@ class _Run:
         )
         if self.policy is None:
             return plans
-        return (*plans, plan_autoscaler(self.policy.absolute(), self._control, self._tag))
+        own = (self.policy.absolute(), self._control, self._tag)
+        return (*plans, plan_autoscaler(*own, self.prometheus))
 
     def _plan_worker(self, role: str, index: int) -> PlannedProcess:
         from services.cli.up_plan import plan_worker
@@ -272,8 +277,10 @@ class _Run:
             return
         from services.autoscaler.policy_file import load_policy
         from services.autoscaler.process_driver import roles_of
+        from services.autoscaler.prometheus import prometheus_reader
 
         roles_of(load_policy(self.policy).spec)
+        prometheus_reader(self.prometheus, self.policy)
 
     @property
     def _is_on_cluster(self) -> bool:

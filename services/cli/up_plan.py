@@ -127,12 +127,17 @@ def plan_worker(
     return _with_metrics(worker, 0, None if metrics_port is None else 0)
 
 
-def plan_autoscaler(policy: Path, control: Path, tag: str) -> PlannedProcess:
+def plan_autoscaler(
+    policy: Path, control: Path, tag: str, prometheus: str | None = None
+) -> PlannedProcess:
     """Name the process that resizes the pools."""
     return PlannedProcess(
         name=f"{AUTOSCALER}{tag}",
         role=AUTOSCALER,
-        arguments=("--policy", str(policy), "--control", str(control)),
+        arguments=(
+            *("--policy", str(policy), "--control", str(control)),
+            *(() if prometheus is None else ("--prometheus", prometheus)),
+        ),
         grpc_host=LOOPBACK,
         grpc_port=0,
         http_host=LOOPBACK,

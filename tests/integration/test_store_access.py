@@ -23,6 +23,8 @@ from services.registry.cost import Ask, Candidate, Weights
 from services.registry.embedded import server_binary
 from services.registry.lease import WorkerLease
 from services.registry.reader import RedisRegistryReader
+from services.registry.scaling import Leadership, ScalingStore
+from services.registry.schema import Keys
 from services.registry.scripts import RouteAsk
 from services.registry.store_client import StoreAddress
 from services.runtime.process import wait_or_kill
@@ -99,6 +101,12 @@ async def use_everything(address: StoreAddress) -> None:
         (verdict,) = await reader.route(Weights(), (candidate,), {}, (ask,))
         assert verdict is not None
         await reader.hold(["rid"])
+        scaling = ScalingStore(Keys("acl"), reader.run, timeout_s=10.0)
+        await scaling.tell("r0", "word")
+        assert len(await scaling.told()) == 1
+        led = await scaling.lead("a", 1000, 0)
+        assert isinstance(led, Leadership)
+        assert await scaling.keep("a", led.token, {"state": "s"})
         await reader.release([("rid", b"01234567")])
     finally:
         lease.stop(10.0)
