@@ -208,11 +208,12 @@ class CandidateIndex:
                     heapq.heappush(self._leases, (self._loads.lease_until(slot), slot))
         self._touched.clear()
 
-    def promising(self, by_hit: Sequence[int], ask: Ask) -> tuple[Iterable[int], Census]:
+    def promising(self, by_hit: Iterable[int], ask: Ask) -> tuple[Iterable[int], Census]:
         """Return slots that hold all who can be chosen, and how many there are altogether.
 
         Args:
-            by_hit: slots of all who hold something of the prompt, those that hold most first.
+            by_hit: slots of all who hold something of the prompt, those that hold most first;
+                gone through for each role, and no further than needed.
         """
         prefill, decode, excluded = self._pools[True], self._pools[False], ask.excluded
         census = Census(prefill.peers(excluded), decode.peers(excluded))

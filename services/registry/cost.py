@@ -157,18 +157,15 @@ class Verdict:
 class _Priced:
     """A row with what does not depend on the option."""
 
+    slot: int
     row: Row
-    queued: float = 0.0
-    uncached: float = 0.0
-    rate: float = 0.0
-    prefill_s: float = 0.0
-    tbt_s: float = 0.0
-    resident: int = 0
-    fits: bool = True
-
-    @property
-    def slot(self) -> int:
-        return self.row.candidate.slot
+    queued: float
+    uncached: float
+    rate: float
+    prefill_s: float
+    tbt_s: float
+    resident: int
+    fits: bool
 
 
 class _Partner(NamedTuple):  # ordered: the least is the best
@@ -269,7 +266,7 @@ def _price(weights: Weights, ask: Ask, row: Row, peers: Peers) -> _Priced:
     tbt_us = tbt_a * (1 + WAITING_SHARE * waiting) + tbt_b * (resident + ask.need_tokens)
     room = load.kv_free * BLOCK_TOKENS - booked.resident_tokens
     return _Priced(
-        row, queued, uncached, rate, work / rate, tbt_us / 1e6, resident,
+        row.candidate.slot, row, queued, uncached, rate, work / rate, tbt_us / 1e6, resident,
         load.kv_total == 0 or room >= ask.need_tokens,
     )  # fmt: skip
 
@@ -313,7 +310,9 @@ def _may_bypass(ask: Ask, decode: _Priced, can_remote: bool) -> bool:
 
 def _link_s(pricing: _Pricing, prefill_slot: int, decode: _Priced) -> float | None:
     """Seconds to move what the decode worker lacks; None where the pair must not."""
-    token_s = pricing.pairs.get((prefill_slot, decode.slot), pricing.weights.link_token_s)
+    token_s = pricing.weights.link_token_s
+    if pricing.pairs:
+        token_s = pricing.pairs.get((prefill_slot, decode.slot), token_s)
     return None if token_s < 0 else token_s * (pricing.ask.num_tokens - _held(pricing.ask, decode))
 
 
@@ -323,16 +322,17 @@ def _held(ask: Ask, decode: _Priced) -> float:
 
 def _partner(pricing: _Pricing, prefill_slot: int) -> _Partner | None:
     """Choose who would decode what this worker prefills."""
-    best: _Partner | None = None
+    best: tuple[bool, float, int, float, float] | None = None
+    decode_tokens = pricing.ask.decode_tokens
     for decode in pricing.decode:
         link_s = _link_s(pricing, prefill_slot, decode)
         if link_s is None:
             continue
-        decode_s = pricing.ask.decode_tokens * decode.tbt_s
-        found = _Partner(not decode.fits, link_s + decode_s, decode.slot, link_s, decode_s)
+        decode_s = decode_tokens * decode.tbt_s
+        found = (not decode.fits, link_s + decode_s, decode.slot, link_s, decode_s)
         if best is None or found < best:
             best = found
-    return best
+    return None if best is None else _Partner(*best)
 
 
 def _remote(pricing: _Pricing, prefill: _Priced, partner: _Partner) -> Option:
@@ -389,10 +389,12 @@ def _among_ties(pricing: _Pricing, options: Sequence[Option]) -> Option:
     noise, and a newcomer that looks nearly as loaded as its peers must not win by it.
     """
     best, weights = options[0], pricing.weights
-    seeds = {p.slot: p.row.candidate.seed for p in (*pricing.prefill, *pricing.decode)}
     scale = best.cost_s if best.kind == DECODE else best.prefill_s
     limit = best.cost_s + max(weights.tie_s, weights.tie_ratio * scale)
     ties = [o for o in options if o.kind == best.kind and o.fits == best.fits and o.cost_s <= limit]
+    if len(ties) == 1:
+        return best
+    seeds = {p.slot: p.row.candidate.seed for p in (*pricing.prefill, *pricing.decode)}
     return min(ties, key=lambda o: _tie_key(o, mix32(pricing.ask.root ^ seeds[o.slot])))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 Owner = tuple[int, int]  # slot, slot_gen
@@ -20,7 +21,8 @@ class Known:
     Fields share one tuple where they share their owners, so a long prompt reads few of them.
     """
 
-    owners: Collection[Owner]
+    owners: AbstractSet[Owner]
+    _whole: dict[int, tuple[tuple[Tagged, ...], AbstractSet[Owner]]] = field(default_factory=dict)
     _read: dict[int, tuple[tuple[Tagged, ...], Mapping[Owner, int]]] = field(default_factory=dict)
 
     def levels(self, held: tuple[Tagged, ...]) -> Mapping[Owner, int]:
@@ -34,9 +36,21 @@ class Known:
             read = self._read[id(held)] = (held, self._levels(held))
         return read[1]
 
+    def holders(self, held: tuple[Owner, ...]) -> AbstractSet[Owner]:
+        """Return the owners of a field that count, where all hold it in GPU memory."""
+        if len(held) < _MANY:
+            return self.owners & set(held)
+        read = self._whole.get(id(held))
+        if read is None:
+            if len(self._whole) >= MAX_REMEMBERED:
+                self._whole.clear()
+            read = self._whole[id(held)] = (held, self.owners & set(held))
+        return read[1]
+
     def forget(self) -> None:
         """Read everything again: other owners count now."""
         self._read.clear()
+        self._whole.clear()
 
     def _levels(self, held: tuple[Tagged, ...]) -> dict[Owner, int]:
         found: dict[Owner, int] = {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
-from services.registry.depth import depths
+from services.registry.depth import Depths, depths_of_one_level
 
 MAX_OWNERS = 8
 GRACE_MS = 2000  # an entry outlives the predicted end of the prefill by this
@@ -72,31 +73,31 @@ class Speculation(Generic[O]):
 
     def drop_all(self, names: Sequence[bytes], owner: O) -> None:
         """Forget one owner of many fields, few of which are kept."""
-        for name in names:
-            if name in self._fields:
-                self.drop(name, owner)
+        for name in list(filter(self._fields.__contains__, names)):
+            self.drop(name, owner)
 
     def strides(
         self,
         fields: Sequence[bytes],
-        known: Collection[O],
-        confirmed: Mapping[O, int],
+        known: AbstractSet[O],
+        confirmed: Depths[O],
         now_ms: float,
-    ) -> dict[O, int]:
-        """Return, per owner among `known`, how many strides it holds or will hold."""
+    ) -> Depths[O]:
+        """Return how many strides each of `known` holds or will hold, as far as it is kept."""
         canon = canonical(len(fields))
-        # Beyond the first of these depths look only at those that have confirmed more than that.
-        deeper = {o: strides for o, strides in confirmed.items() if strides > canon[0]}
+        held = confirmed.cumulated()[::-1]
 
-        def look(idx: int) -> dict[O, int]:
+        def look(idx: int) -> AbstractSet[O]:
             depth = canon[idx - 1]
-            owners = self._fields.get(fields[depth - 1], {})
-            found = {o: 1 for o, s in owners.items() if s * 1000 > now_ms and o in known}
-            holding = confirmed if idx == 1 else deeper
-            found.update({o: 1 for o, strides in holding.items() if strides >= depth})
-            return found
+            holders: AbstractSet[O] = next((o for n, o in held if n >= depth), frozenset())
+            owners = self._fields.get(fields[depth - 1])
+            if owners is None:
+                return holders
+            coming = {o for o, s in owners.items() if s * 1000 > now_ms and o in known}
+            return coming | holders if coming else holders
 
-        return {owner: canon[idx - 1] for owner, idx in depths(look, len(canon), (1,))[1].items()}
+        found = depths_of_one_level(look, len(canon))
+        return Depths([(canon[idx - 1], owners) for idx, owners in found.groups])
 
     def clear(self) -> None:
         """Forget everything."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
 
 from services.common.ids import WorkerId
 from services.kv.layout import BLOCK_TOKENS, HINT_STRIDE_BLOCKS
@@ -23,7 +25,7 @@ from services.registry.cost import (
     prefill_tokens,
     resident_tokens,
 )
-from services.registry.depth import depths
+from services.registry.depth import Depths, depths, depths_of_one_level
 from services.registry.owners import SLOT_MASK, TIER_SHIFT, Known, Owner, Tagged
 from services.registry.reservations import Reservations
 from services.registry.schema import (
@@ -43,6 +45,63 @@ from services.registry.speculation import Speculation, expiry_s
 
 _STRIDE_TOKENS = BLOCK_TOKENS * HINT_STRIDE_BLOCKS
 _NO_HIT = (0.0, 0.0)
+
+
+class _Hits(Protocol):
+    """The tokens of a prompt that workers hold, will hold, and said that they hold."""
+
+    def of(self, owner: Owner) -> tuple[float, float]:
+        """Return what one holds or will hold, and what it said."""
+        ...
+
+    def confirmed(self, owner: Owner) -> int:
+        """Return the whole strides that one holds in GPU memory."""
+        ...
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the slots of all who hold something, the longest hits first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainHits:
+    """All in GPU memory. Hundreds of workers may hold a prefix, of whom few are asked for."""
+
+    held: Depths[Owner]
+    coming: Depths[Owner]  # with what is held
+
+    def of(self, owner: Owner) -> tuple[float, float]:
+        held = self.held.of(owner)
+        return _STRIDE_TOKENS * max(held, self.coming.of(owner)), _STRIDE_TOKENS * held
+
+    def confirmed(self, owner: Owner) -> int:
+        return self.held.of(owner)
+
+    def __iter__(self) -> Iterator[int]:
+        told: set[Owner] = set()
+        groups = sorted((*self.held.groups, *self.coming.groups), key=lambda group: -group[0])
+        for _, equal in groupby(groups, key=lambda group: group[0]):
+            owners = {o for _, group in equal for o in group - told}
+            yield from sorted([slot for slot, _ in owners])
+            told |= owners
+
+
+@dataclass(frozen=True, slots=True)
+class _TieredHits:
+    """Some of it in slower memory, which is worth less."""
+
+    tokens: Mapping[Owner, tuple[float, float]]
+    gpu: Mapping[Owner, int]
+
+    def of(self, owner: Owner) -> tuple[float, float]:
+        return self.tokens.get(owner, _NO_HIT)
+
+    def confirmed(self, owner: Owner) -> int:
+        return self.gpu.get(owner, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        ranked = sorted((-hit, owner[0]) for owner, (hit, _) in self.tokens.items())
+        return (slot for _, slot in ranked)
 
 
 @dataclass(slots=True)
@@ -179,7 +238,10 @@ class RegistryTwin:
         for hashes, is_add in ((change.removed, False), (change.added, True)):
             names = field_names(hashes)
             self.speculation.drop_all(names, owner)
-            self._edit(names, mine, now_ms, is_add=is_add)
+            if is_add:
+                self._add(names, mine, now_ms)
+            else:
+                self._take_out(names, mine, now_ms)
         return "OK"
 
     def route(
@@ -213,12 +275,11 @@ class RegistryTwin:
         for ask in asks:
             index.refresh(now_ms)
             fields = unpack_fields(ask.fields)
-            hits, confirmed = self._hits(fields, index.known, now_ms)
-            ranked = sorted((-hit, owner[0]) for owner, (hit, _) in hits.items())
-            slots, census = index.promising([slot for _, slot in ranked], ask.ask)
+            hits = self._hits(fields, index.known, now_ms)
+            slots, census = index.promising(hits, ask.ask)
             rows = self._rows([index.candidate(slot) for slot in slots], hits)
             verdict = decide(weights, ask.ask, rows, pairs, census)
-            self._book(ask, fields, confirmed, verdict, now_ms)
+            self._book(ask, fields, hits, verdict, now_ms)
             verdicts.append(verdict)
         return tuple(verdicts)
 
@@ -288,48 +349,52 @@ class RegistryTwin:
         now_ms: int,
     ) -> Verdict | None:
         fields = unpack_fields(ask.fields)
-        hits, confirmed = self._hits(fields, Known({(c.slot, c.gen) for c in listed}), now_ms)
+        hits = self._hits(fields, Known({(c.slot, c.gen) for c in listed}), now_ms)
         verdict = decide(weights, ask.ask, self._rows(listed, hits), pairs)
-        self._book(ask, fields, confirmed, verdict, now_ms)
+        self._book(ask, fields, hits, verdict, now_ms)
         return verdict
 
-    def _hits(
-        self, fields: Sequence[bytes], known: Known, now_ms: int
-    ) -> tuple[dict[Owner, tuple[float, float]], Mapping[Owner, int]]:
-        """Return the tokens of a prompt each owner holds or will, and holds, and whole strides."""
-        asked = (3, 2, 1) if self._has_tiers else (3,)
-        levels = depths(lambda i: self._owners(fields[i - 1], known), len(fields), asked)
-        gpu = levels[3]
-        spec = self.speculation.strides(fields, known.owners, gpu, now_ms)
-        hits: dict[Owner, tuple[float, float]] = {}
+    def _hits(self, fields: Sequence[bytes], known: Known, now_ms: int) -> _Hits:
         if self._has_tiers:
-            for owner, on_disk in levels[1].items():
-                on_gpu, on_host = gpu.get(owner, 0), levels[2].get(owner, 0)
-                parts = on_gpu + 0.9 * (on_host - on_gpu) + 0.5 * (on_disk - on_host)
-                hits[owner] = (_STRIDE_TOKENS * parts, _STRIDE_TOKENS * parts)
-        else:
-            hits.update({o: (_STRIDE_TOKENS * n, _STRIDE_TOKENS * n) for o, n in gpu.items()})
-        for owner, strides in spec.items():
+            return self._tiered_hits(fields, known, now_ms)
+        hints = self._hints
+        held = depths_of_one_level(
+            lambda i: known.holders(hints.get(fields[i - 1], ())), len(fields)
+        )
+        return _PlainHits(held, self.speculation.strides(fields, known.owners, held, now_ms))
+
+    def _tiered_hits(self, fields: Sequence[bytes], known: Known, now_ms: int) -> _Hits:
+        levels = depths(lambda i: self._owners(fields[i - 1], known), len(fields))
+        gpu = levels[3]
+        hits: dict[Owner, tuple[float, float]] = {}
+        for owner, on_disk in levels[1].items():
+            on_gpu, on_host = gpu.get(owner, 0), levels[2].get(owner, 0)
+            parts = on_gpu + 0.9 * (on_host - on_gpu) + 0.5 * (on_disk - on_host)
+            hits[owner] = (_STRIDE_TOKENS * parts, _STRIDE_TOKENS * parts)
+        ranked = sorted(gpu.items(), key=lambda item: -item[1])
+        held = [
+            (n, {o for o, _ in equal}) for n, equal in groupby(ranked, key=lambda item: item[1])
+        ]
+        coming = self.speculation.strides(fields, known.owners, Depths(held), now_ms)
+        for owner, strides in coming.by_owner().items():
             hit, hint = hits.get(owner, _NO_HIT)
             if _STRIDE_TOKENS * strides > hit:
                 hits[owner] = (_STRIDE_TOKENS * strides, hint)
-        return hits, gpu
+        return _TieredHits(hits, gpu)
 
-    def _rows(
-        self, candidates: Sequence[Candidate], hits: Mapping[Owner, tuple[float, float]]
-    ) -> list[Row]:
+    def _rows(self, candidates: Sequence[Candidate], hits: _Hits) -> list[Row]:
         rows = []
         for candidate in candidates:
             owner = (candidate.slot, candidate.gen)
             load, booked = self._slots[candidate.slot].load, self.reservations.booked(owner)
-            rows.append(Row(candidate, load, booked, *hits.get(owner, _NO_HIT)))
+            rows.append(Row(candidate, load, booked, *hits.of(owner)))
         return rows
 
     def _book(
         self,
         ask: RouteAsk,
         fields: Sequence[bytes],
-        confirmed: Mapping[Owner, int],
+        hits: _Hits,
         verdict: Verdict | None,
         now_ms: int,
     ) -> None:
@@ -343,7 +408,7 @@ class RegistryTwin:
         )
         if chosen.kind != DECODE:
             until_s = expiry_s(now_ms, chosen.prefill_s)
-            self.speculation.note(fields, owner, confirmed.get(owner, 0), until_s, now_ms)
+            self.speculation.note(fields, owner, hits.confirmed(owner), until_s, now_ms)
 
     def _owners(self, name: bytes, known: Known) -> Mapping[Owner, int]:
         """Owners of a field, each with the level of its best tier."""
@@ -400,15 +465,28 @@ class RegistryTwin:
                 field_name, tuple(o for o in self._hints[field_name] if self._is_valid(o, now_ms))
             )
 
-    def _edit(self, names: Sequence[bytes], mine: Tagged, now_ms: int, *, is_add: bool) -> None:
-        """Add or remove one owner of many fields: neighbours in a prompt mostly share theirs."""
+    def _add(self, names: Sequence[bytes], mine: Tagged, now_ms: int) -> None:
+        """Add an owner to many fields: most have none, and neighbours in a prompt share theirs."""
+        hints, alone = self._hints, (mine,)
+        was: tuple[Tagged, ...] | None = None
+        becomes: tuple[Tagged, ...] = ()
+        for name in names:
+            owners = hints.setdefault(name, alone)
+            if owners is alone:
+                continue
+            if owners is not was:
+                was, becomes = owners, self._edited(owners, mine, now_ms, is_add=True)
+            hints[name] = becomes
+
+    def _take_out(self, names: Sequence[bytes], mine: Tagged, now_ms: int) -> None:
+        """Remove an owner from many fields."""
         hints = self._hints
         was: tuple[Tagged, ...] | None = None
         becomes: tuple[Tagged, ...] = ()
         for name in names:
             owners = hints.get(name, ())
             if owners is not was:
-                was, becomes = owners, self._edited(owners, mine, now_ms, is_add=is_add)
+                was, becomes = owners, self._edited(owners, mine, now_ms, is_add=False)
             if becomes:
                 hints[name] = becomes
             elif owners:

@@ -17,6 +17,7 @@ from services.common.errors import StoreUnavailable
 from services.common.ids import BlockHash, Incarnation, WorkerId
 from services.common.light_value import light_value
 from services.registry import cost
+from services.registry.depth import Depths
 from services.registry.reader import RegistryReader
 from services.registry.schema import field_names, pack_fields, stride_hashes
 from services.registry.scripts import RouteAsk
@@ -168,7 +169,8 @@ class RouteDesk:
         """Return where this router sent a prompt's prefix lately, in strides."""
         fields = field_names(stride_hashes(hashes))
         known = {w.worker_id for w in self._around.view().workers}
-        return self._index.strides(fields, known, {}, self._clock.now() * 1000)
+        now_ms = self._clock.now() * 1000
+        return self._index.strides(fields, known, Depths(), now_ms).by_owner()
 
     def sent(self, hashes: Sequence[BlockHash], worker_id: WorkerId) -> None:
         """Remember who computes a prompt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from services.sim.fleet import Member
@@ -14,16 +13,21 @@ from services.sim.request import Request
 def served_of(request: Request) -> Served:
     """Report a request that has ended."""
     arrival, ended_at, first_at = request.arrival, request.ended_at, request.first_token_at
-    served = Served(
-        request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens, request.status,
-        num_units=len(arrival.units), num_losses=request.num_losses, reason=request.reason,
-        retry_after_s=request.retry_after_s,
-    )  # fmt: skip
     if request.status != OK or ended_at is None or first_at is None:
-        return served
+        return Served(
+            request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens,
+            request.status, num_units=len(arrival.units), num_losses=request.num_losses,
+            reason=request.reason, retry_after_s=request.retry_after_s,
+        )  # fmt: skip
     later = arrival.output_tokens - 1
-    return replace(
-        served,
+    return Served(
+        request.number,
+        arrival.at_s,
+        arrival.num_tokens,
+        arrival.output_tokens,
+        OK,
+        num_units=len(arrival.units),
+        num_losses=request.num_losses,
         ttft_s=request.ttft_s,
         tpot_s=(ended_at - first_at) / later if later else None,
         e2e_s=ended_at - arrival.at_s,

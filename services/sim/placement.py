@@ -12,6 +12,7 @@ from services.kv.layout import BLOCK_TOKENS
 from services.registry.base import LoadReport, WorkerInfo
 from services.registry.candidate_index import CandidateIndex
 from services.registry.cost import Booked, mix32
+from services.registry.depth import Depths
 from services.registry.schema import unpack_fields
 from services.registry.scripts import RouteAsk
 from services.registry.speculation import Speculation
@@ -171,8 +172,8 @@ class LocalPlacement:
         now_ms, names = round(now * 1000), unpack_fields(request.names)
         depth = self._confirmed(request, now_ms)
         known = {w.worker_id for w in self.arena.workers.values()}
-        own = self._index.strides(names, known, {}, now_ms)
-        for worker_id, strides in own.items():
+        own = self._index.strides(names, known, Depths(), now_ms)
+        for worker_id, strides in own.by_owner().items():
             depth[worker_id] = max(strides, depth.get(worker_id, 0))
         decision = choose(request.facts, self._view(now), depth, self.config)
         self._index.note(names, decision.worker.worker_id, 0, int(now) + LOCAL_TTL_S, now_ms)
