@@ -91,11 +91,12 @@ def _simulated(schedule: Schedule, text: str) -> RunLog:
     from loadtest.sim_target import SimTarget, read_spec
 
     scenario = schedule.scenario
-    if schedule.is_closed:
-        raise TargetUnusable(f"sim: arrivals of kind {scenario.arrivals.kind} cannot be simulated")
     target = SimTarget(read_spec(text), scenario.phases, scenario.seed)
     log = RunLog(target.facts(), datetime.now(UTC).isoformat(timespec="seconds"))
-    log.records = target.run([request for session in schedule.sessions() for request in session])
+    if schedule.is_closed:
+        log.records = target.run_users(schedule)
+    else:
+        log.records = target.run([r for session in schedule.sessions() for r in session])
     log.samples = target.samples(log.records)
     log.duration_s = log.samples[-1].at_s if log.samples else 0.0
     return log

@@ -1,19 +1,18 @@
-"""A simulated cluster as a target: the same schedule in virtual time, by the real policies.
-
-Open loops only: what users in a closed loop do next is decided while a run goes on.
-"""
+"""A simulated cluster as a target: the same schedule in virtual time, by the real policies."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from loadtest.records import Chunk, Piece, PlannedRequest, RequestRecord, Sample, Status
 from loadtest.scenario import Phases
+from loadtest.schedule import MAX_REQUESTS, Schedule
 from loadtest.target import TargetFacts, TargetUnusable
 from services.common.errors import ConfigError
 from services.sim.cluster import AGGREGATED, DECODE, PREFILL, ClusterSpec
@@ -27,6 +26,7 @@ _UNIT_TOKENS = 64
 _MAX_POOL, _MAX_ROUTERS = 4096, 64  # as of `isthmus sim`
 _POOLS = (PREFILL, DECODE, AGGREGATED)
 _NUM_SAMPLES = 2_000
+_TURN_S = 0.001  # from one session of a user to the next, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +97,36 @@ class SimTarget:
             ),
         )
 
-    def run(self, schedule: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
         """Simulate requests; those that wait for others come `wait_s` after their end.
 
         As with a server, nothing is sent that becomes due after the last phase.
         """
-        end_s = math.inf if self.phases.end_s is None else self.phases.end_s
-        heads = sorted((r for r in schedule if r.after is None), key=lambda r: r.at_s or 0.0)
-        children: dict[int | None, list[PlannedRequest]] = defaultdict(list)
-        for request in schedule:
-            if request.after is not None:
-                children[request.after].append(request)
-        order = list(heads)
-        due_s = [request.at_s or 0.0 for request in heads]
-        units = _Units()
+        sending = _Sending(self._end_s)
+        sending.know(requests)
+        heads = sorted((r for r in requests if r.after is None), key=lambda r: r.at_s or 0.0)
+        return self._run(sending, [sending.send(r, r.at_s or 0.0) for r in heads])
 
-        def follow(number: int, now_s: float) -> list[Arrival]:
-            arrivals = []
-            for child in children.get(order[number].number, ()):
-                at_s = max(child.at_s or 0.0, now_s + child.wait_s)
-                if at_s >= end_s:
-                    continue
-                order.append(child)
-                due_s.append(at_s)
-                arrivals.append(units.arrival(child, at_s))
-            return arrivals
+    def run_users(self, schedule: Schedule) -> list[RequestRecord]:
+        """Simulate a closed loop: who has got all answers of a session begins the next one."""
+        sending = _Sending(self._end_s, schedule)
+        heads = [sending.begin(lane, 0.0) for lane in range(schedule.num_lanes)]
+        return self._run(sending, sorted(chain(*heads), key=lambda arrival: arrival.at_s))
 
-        arrivals = tuple(units.arrival(r, at) for r, at in zip(heads, due_s, strict=True))
+    @property
+    def _end_s(self) -> float:
+        return math.inf if self.phases.end_s is None else self.phases.end_s
+
+    def _run(self, sending: _Sending, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
+        sending.order.sort(key=lambda sent: sent.due_s)  # as the arrivals: they are numbered so
         self.report = report = simulate(
-            Workload("schedule", _UNIT_TOKENS, arrivals),
+            Workload("schedule", _UNIT_TOKENS, tuple(arrivals)),
             self.spec.cluster,
             policy=self.spec.policy,
             seed=self.seed,
-            follow=follow,
+            follow=sending.follow,
         )
-        records = [_record(order[s.number], due_s[s.number], s) for s in report.requests]
+        records = [_record(sending.order[s.number], s) for s in report.requests]
         for record in records:
             record.phase = self.phases.at(record.scheduled_s)
         return sorted(records, key=lambda record: record.scheduled_s)
@@ -149,6 +144,70 @@ class SimTarget:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    request: PlannedRequest
+    due_s: float
+    lane: int | None  # of a closed loop: the user
+
+
+class _Sending:
+    """What is sent when, as answers end. Requests are numbered in the order they become known."""
+
+    def __init__(self, end_s: float, schedule: Schedule | None = None) -> None:
+        """Begin with nothing sent.
+
+        Args:
+            schedule: of a closed loop.
+        """
+        self.order: list[_Sent] = []
+        self._end_s = end_s
+        self._schedule = schedule
+        self._children: dict[int | None, list[PlannedRequest]] = defaultdict(list)
+        self._units = _Units()
+        self._turns: Counter[int] = Counter()  # of each user
+        self._open: Counter[int] = Counter()  # requests of each user's session
+
+    def know(self, requests: Sequence[PlannedRequest]) -> None:
+        """Remember which of them wait for others."""
+        for request in requests:
+            if request.after is not None:
+                self._children[request.after].append(request)
+
+    def send(self, request: PlannedRequest, due_s: float, lane: int | None = None) -> Arrival:
+        """Send a request."""
+        self.order.append(_Sent(request, due_s, lane))
+        return self._units.arrival(request, due_s)
+
+    def begin(self, lane: int, now_s: float) -> list[Arrival]:
+        """Let a user begin the next session, unless it would be due after the end."""
+        assert self._schedule is not None, "open loops have no users"
+        session = self._schedule.next_of_lane(lane, self._turns[lane], now_s)
+        self._turns[lane] += 1
+        due_s = now_s + session[0].wait_s
+        if due_s >= self._end_s or len(self.order) >= MAX_REQUESTS:
+            return []
+        self.know(session)
+        self._open[lane] += 1
+        return [self.send(session[0], due_s, lane)]
+
+    def follow(self, number: int, now_s: float) -> list[Arrival]:
+        """Say what comes after the end of a request."""
+        sent, arrivals = self.order[number], []
+        for child in self._children.pop(sent.request.number, ()):
+            at_s = max(child.at_s or 0.0, now_s + child.wait_s)
+            if at_s < self._end_s:
+                arrivals.append(self.send(child, at_s, sent.lane))
+        lane = sent.lane
+        if lane is None:
+            return arrivals
+        self._open[lane] += len(arrivals) - 1
+        if not self._open[lane]:
+            # What fails at once takes a client some time as well, or time would stand still.
+            arrivals = self.begin(lane, max(now_s, sent.due_s + _TURN_S))
+        return arrivals
+
+
 class _Units:
     """Numbers for runs of tokens: equal after equal beginnings, as the simulation wants them."""
 
@@ -161,7 +220,14 @@ class _Units:
         for content in _cut(request.prompt.pieces):
             before = self._numbers.setdefault((before, content), len(self._numbers))
             units.append(before)
-        return Arrival(at_s, request.prompt.num_tokens, request.max_tokens, tuple(units))
+        return Arrival(
+            at_s,
+            request.prompt.num_tokens,
+            request.max_tokens,
+            tuple(units),
+            tenant=request.tenant,
+            priority=request.priority,
+        )
 
 
 def _cut(pieces: Sequence[Piece]) -> list[tuple[tuple[int, int, int], ...]]:
@@ -184,7 +250,8 @@ def _cut(pieces: Sequence[Piece]) -> list[tuple[tuple[int, int, int], ...]]:
     return units
 
 
-def _record(request: PlannedRequest, due_s: float, served: Served) -> RequestRecord:
+def _record(sent: _Sent, served: Served) -> RequestRecord:
+    request, due_s = sent.request, sent.due_s
     record = RequestRecord(
         number=request.number,
         scheduled_s=due_s,

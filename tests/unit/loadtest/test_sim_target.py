@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import accumulate
+from pathlib import Path
+
 import pytest
 
+from loadtest.arrivals import Concurrency
 from loadtest.launch import TargetSpec, run_schedule, schedule_of
 from loadtest.options import read_scenario
 from loadtest.records import Piece, PlannedRequest, Prompt, Status
 from loadtest.run_log import RunLog
-from loadtest.scenario import Phases
+from loadtest.scenario import Phases, Scenario
 from loadtest.sim_target import SimTarget, read_spec
 from loadtest.target import TargetUnusable
+from services.sim.performance import default_model
 
 
 def simulated(name: str, spec: str) -> RunLog:
@@ -92,3 +98,78 @@ def test_samples_tell_what_is_open() -> None:
 def test_what_is_no_cluster_is_said(spec: str, message: str) -> None:
     with pytest.raises(TargetUnusable, match=message):
         read_spec(spec)
+
+
+def closed(arrivals: dict[str, object], spec: str, measure_s: float = 20.0) -> RunLog:
+    """Simulate a closed loop of fixed prompts."""
+    scenario = Scenario.model_validate(
+        {
+            "name": "closed",
+            "arrivals": arrivals,
+            "workload": {"kind": "fixed", "isl": 500, "osl": 50},
+            "phases": {"measure_s": measure_s},
+        }
+    )
+    return run_schedule(schedule_of(scenario, Path()), TargetSpec(f"sim:{spec}"))
+
+
+def most_at_once(log: RunLog) -> int:
+    """Return the most requests that were open at one moment."""
+    steps = [(r.scheduled_s, 1) for r in log.records]
+    steps += [(r.done_s or 0.0, -1) for r in log.records]
+    return max(accumulate(step for _, step in sorted(steps)))
+
+
+def test_so_many_sessions_are_always_under_way() -> None:
+    log = closed({"kind": "concurrency", "sessions": 4}, "prefill=1,decode=1")
+
+    assert {record.status for record in log.records} == {Status.OK}
+    assert (
+        log.records == closed({"kind": "concurrency", "sessions": 4}, "prefill=1,decode=1").records
+    )
+    assert most_at_once(log) == 4
+    numbers = [record.number for record in log.records]
+    assert len(numbers) == len(set(numbers)) > 40
+    assert max(record.scheduled_s for record in log.records) < 20.0
+    # Somebody who has an answer asks again at once.
+    ends = sorted(record.done_s or 0.0 for record in log.records)
+    begins = sorted(record.scheduled_s for record in log.records)[4:]
+    assert begins == pytest.approx(ends[: len(begins)], abs=1e-9)
+
+
+def test_users_think_between_sessions() -> None:
+    users = {"kind": "users", "users": 20, "think_s": 5.0}
+    log = closed(users, "prefill=1,decode=1", measure_s=100.0)
+
+    assert 1 <= most_at_once(log) <= 20
+    # 20 users, a session each 5 s and the time of an answer.
+    spent_s = statistics.fmean((r.done_s or 0.0) - r.scheduled_s for r in log.records)
+    assert len(log.records) == pytest.approx(20 * 100 / (5 + spent_s), rel=0.2)
+
+
+def test_a_closed_loop_of_what_is_refused_comes_to_its_end(tmp_path: Path) -> None:
+    """Who is refused at once asks again, but time goes on."""
+    tiny = default_model().model_copy(update={"kv_blocks": 8})
+    (tmp_path / "tiny.json").write_text(tiny.model_dump_json(exclude_none=True))
+    log = closed(
+        {"kind": "concurrency", "sessions": 2},
+        f"prefill=1,decode=1,model={tmp_path / 'tiny.json'}",
+        measure_s=1.0,
+    )
+
+    assert {(record.status, record.code) for record in log.records} == {(Status.ERROR, "refused")}
+    assert 1_900 < len(log.records) < 2_100
+
+
+def test_turns_of_a_session_keep_their_order_in_a_closed_loop() -> None:
+    scenario, base = read_scenario("chat_rt", quick=True, rate=None, seed=None)
+    arrivals = Concurrency(sessions=3)
+    scenario = scenario.model_copy(update={"arrivals": arrivals})
+    log = run_schedule(schedule_of(scenario, base), TargetSpec("sim:prefill=2,decode=2"))
+
+    by_session: dict[object, list[float]] = {}
+    for record in sorted(log.records, key=lambda r: r.number):
+        by_session.setdefault(record.session, []).append(record.scheduled_s)
+    assert max(map(len, by_session.values())) > 1
+    assert all(times == sorted(times) for times in by_session.values())
+    assert most_at_once(log) <= 3
