@@ -42,6 +42,9 @@ def report_lines(
     for pool, use in report.pools.items():
         yield f"{pool} ({policy}): {_use(use)}"
     yield f"over {report.duration_s:.0f} s, {_ends(report)}"
+    if report.refused_share:
+        reasons = ", ".join(f"{count} {why}" for why, count in _reasons(report).items())
+        yield f"refused: {report.refused_share:.1%} ({reasons})"
 
 
 def report_json(
@@ -121,6 +124,10 @@ def _ends(report: SimReport) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(ends.items()))
 
 
+def _reasons(report: SimReport) -> dict[str, int]:
+    return dict(sorted(Counter(r.reason for r in report.requests if r.reason).items()))
+
+
 def _report_json(report: SimReport, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, object]:
     return {
         "attainment": report.attainment(slo_ttft_s, slo_tpot_s),
@@ -129,6 +136,8 @@ def _report_json(report: SimReport, slo_ttft_s: float, slo_tpot_s: float) -> dic
         "ttft_s": _quantiles(report, _ttft_s),
         "tpot_s": _quantiles(report, _tpot_s),
         "status": dict(sorted(Counter(r.status for r in report.requests).items())),
+        "refused_share": report.refused_share,
+        "refused": _reasons(report),
         "modes": dict(sorted(Counter(r.mode for r in report.answered).items())),
         "pools": {pool: asdict(use) for pool, use in report.pools.items()},
         "duration_s": report.duration_s,
