@@ -114,7 +114,10 @@ class Progress:
 
     def newest(self, kind: str) -> Leg | None:
         """Return the newest leg of a kind that has not failed."""
-        return next((g for g in reversed(self.legs) if g.kind == kind and not g.has_failed), None)
+        for leg in reversed(self.legs):
+            if leg.kind == kind and not leg.has_failed:
+                return leg
+        return None
 
     def note_failure(self, leg: Leg, *, is_loss: bool) -> None:
         """Count a failure; who would not is not asked again, who was lost only at a pinch."""

@@ -116,17 +116,17 @@ class LogicalRequest:
     @property
     def has_output(self) -> bool:
         """Whether any token was taken: from then on the answer cannot start anew unseen."""
-        return any(choice.next_index > 0 for choice in self._choices)
+        return any(choice.token_ids for choice in self._choices)
 
     @property
     def has_first_tokens(self) -> bool:
         """Whether every choice has its first token: prefill owes nothing more."""
-        return all(choice.next_index > 0 for choice in self._choices)
+        return all(choice.token_ids for choice in self._choices)
 
     @property
     def completion_tokens(self) -> int:
         """Tokens billed, of all choices."""
-        return sum(choice.num_tokens for choice in self._choices)
+        return sum([len(choice.token_ids) - choice.num_cut for choice in self._choices])
 
     @property
     def num_choices(self) -> int:
@@ -147,11 +147,11 @@ class LogicalRequest:
     @property
     def next_indexes(self) -> tuple[int, ...]:
         """Per choice: the first index the client does not have."""
-        return tuple(choice.next_index for choice in self._choices)
+        return tuple([len(choice.token_ids) for choice in self._choices])
 
     def has_all_ends(self) -> bool:
         """Whether a worker has ended every choice, even if tokens before the end are missing."""
-        return all(choice.is_over or choice.end_reason is not None for choice in self._choices)
+        return all(c.is_over or c.end_reason is not None for c in self._choices)
 
     def plain(self) -> PlainChoice | None:
         """Return the only choice if the next tokens of it need no look at anything but their text.
@@ -281,10 +281,12 @@ class LogicalRequest:
         return [ChoiceDelta(choice.index, choice.next_index, (), delta.text), end]
 
     def _is_gapped(self, choice: _Choice) -> bool:
-        return any(index == choice.index for index, _ in self._pending)
+        return bool(self._pending) and any(index == choice.index for index, _ in self._pending)
 
     def _drop_pending(self, choice: _Choice, below: int | None) -> None:
         """Forget held tokens of a choice: all, or those that came another way meanwhile."""
+        if not self._pending:
+            return
         for key in [k for k in self._pending if k[0] == choice.index]:
             if below is None or key[1] < below:
                 del self._pending[key]
