@@ -16,7 +16,6 @@ from typing import TypeVar
 from services.autoscaler.driver import Capabilities, DriverError
 from services.autoscaler.observation import Replica, ReplicaState
 from services.autoscaler.policy import OnDeadline
-from services.common.clock import Clock
 from services.runtime.ray_actor import WorkerOrder
 from services.runtime.ray_cluster import Placement, RayCluster, RayWorker, new_name
 
@@ -60,22 +59,20 @@ class LocalRay:
 
     capabilities = Capabilities(can_flip=False, names_victims=True)
 
-    def __init__(self, cluster: RayCluster, pools: Mapping[str, RayPool], clock: Clock) -> None:
-        """Take over what a driver before this one has left in the namespace."""
+    def __init__(
+        self, cluster: RayCluster, pools: Mapping[str, RayPool], now: Callable[[], float]
+    ) -> None:
+        """Prepare; what others have started in the namespace is found at the first look."""
         self._cluster = cluster
         self._pools = dict(pools)
-        self._clock = clock
+        self._now = now
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._leaving: list[_Leaving] = []
-        by_role = {pool.role: name for name, pool in self._pools.items()}
-        for worker in cluster.adopt():
-            pool_name = by_role.get(worker.name.rpartition("-")[0])
-            if pool_name is not None:
-                self._add(pool_name, worker)
+        self._by_role = {pool.role: name for name, pool in self._pools.items()}
 
     def _add(self, pool: str, worker: RayWorker) -> None:
-        now = self._clock.now()
+        now = self._now()
         self._entries[worker.name] = _Entry(pool, worker, ReplicaState.STARTING, now)
 
     async def replicas(self) -> Mapping[str, tuple[Replica, ...]]:
@@ -83,8 +80,9 @@ class LocalRay:
         return await self._on_thread(self._seen)
 
     def _seen(self) -> Mapping[str, tuple[Replica, ...]]:
-        now = self._clock.now()
+        now = self._now()
         self._leaving = [one for one in self._leaving if not _is_gone(one, now)]
+        self._adopt()
         found: dict[str, list[Replica]] = {name: [] for name in self._pools}
         for replica_id, entry in list(self._entries.items()):
             if entry.worker.poll() is not None:
@@ -94,6 +92,14 @@ class LocalRay:
                 entry.state, entry.since = ReplicaState.READY, now
             found[entry.pool].append(Replica(replica_id, entry.state, entry.since))
         return {name: tuple(replicas) for name, replicas in found.items()}
+
+    def _adopt(self) -> None:
+        """Take over what a driver before this one, or the one that led till now, has started."""
+        known = {one.worker.name for one in self._leaving} | self._entries.keys()
+        for worker in self._cluster.adopt(known):
+            pool = self._by_role.get(worker.name.rpartition("-")[0])
+            if pool is not None:
+                self._add(pool, worker)
 
     async def start(self, pool: str, count: int) -> None:
         """Ask Ray for so many more actors; they may be pending until there is room."""
@@ -133,7 +139,7 @@ class LocalRay:
         if entry is None or entry.state is ReplicaState.DRAINING:
             return
         entry.worker.stop(deadline_s)
-        entry.state, entry.since = ReplicaState.DRAINING, self._clock.now()
+        entry.state, entry.since = ReplicaState.DRAINING, self._now()
 
     async def stop(self, replica_id: str) -> None:
         """End a worker: at once, if it does not within a few seconds."""
@@ -147,7 +153,7 @@ class LocalRay:
             entry.worker.kill()  # nothing runs that could be asked
             return
         entry.worker.stop(0.0)
-        self._leaving.append(_Leaving(entry.worker, self._clock.now() + _STOP_GRACE_S))
+        self._leaving.append(_Leaving(entry.worker, self._now() + _STOP_GRACE_S))
 
     async def flip(self, replica_id: str, pool: str) -> None:
         """Refuse: the actor would go on holding its old pool's place on its node."""

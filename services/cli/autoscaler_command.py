@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from services.autoscaler.kube_api import KubeApi
     from services.autoscaler.main import MakeDriver
     from services.autoscaler.policy import PoolAutoscalingPolicy
+    from services.autoscaler.ray_driver import LocalRay
     from services.autoscaler.worker_calls import WorkerCalls
+    from services.common.config import IsthmusConfig
 
 
 class DriverName(StrEnum):
@@ -25,6 +28,7 @@ class DriverName(StrEnum):
 
     process = "process"  # `isthmus up` on this machine
     deployment = "deployment"  # Kubernetes, a Deployment for each pool
+    ray = "ray"  # actors of ray.namespace at ray.address
 
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="PoolAutoscalingPolicy, YAML or JSON.")]
@@ -80,14 +84,16 @@ def autoscaler(
     """Resize the pools while they serve; of several such processes one acts at a time."""
     if replay is not None:
         return _replay(policy, replay)
-    if driver is DriverName.process:
-        make_driver = _process_driver(control)
-    else:
-        make_driver = _deployment_driver(deployment or [], kubernetes, namespace, worker_port)
     loaded = settings.load_serving(
         config,
         {"model.name": model, "store.url": redis, "telemetry.log_level": log_level},
     )
+    if driver is DriverName.process:
+        make_driver = _process_driver(control)
+    elif driver is DriverName.ray:
+        make_driver = _ray_driver(loaded)
+    else:
+        make_driver = _deployment_driver(deployment or [], kubernetes, namespace, worker_port)
     set_up_logs(loaded, {"policy": str(policy)})
     from services.autoscaler.main import Options, run_autoscaler
     from services.autoscaler.prometheus import prometheus_reader
@@ -115,6 +121,26 @@ def _process_driver(control: Path | None) -> MakeDriver:
     return lambda policy, calls, clock: ProcessDriver(
         control, roles_of(policy.spec), calls, clock.now
     )
+
+
+def _ray_driver(config: IsthmusConfig) -> MakeDriver:
+    from services.autoscaler.process_driver import roles_of
+    from services.autoscaler.ray_driver import LocalRay
+    from services.cli.up_ray import check_node_address, ray_pools
+    from services.common.errors import ConfigError
+    from services.runtime.ray_cluster import RayCluster
+
+    address, namespace = config.ray.address, config.ray.namespace
+    if not (address and namespace):
+        raise ConfigError("the driver ray needs ray.address and ray.namespace")
+
+    def make(policy: PoolAutoscalingPolicy, _calls: WorkerCalls, clock: EpochClock) -> LocalRay:
+        pools = ray_pools(config, roles_of(policy.spec))
+        cluster = RayCluster.connect(address, namespace, os.environ)
+        check_node_address(config, cluster.node_address)
+        return LocalRay(cluster, pools, clock.now)
+
+    return make
 
 
 def _deployment_driver(

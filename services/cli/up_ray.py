@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from services.autoscaler.ray_driver import RayPool
 from services.cli.unit import Listening
 from services.cli.up_plan import LOOPBACK, WORKER_ROLES, PlannedProcess
 from services.cli.worker_pools import MAX_WORKERS
@@ -30,9 +31,8 @@ class RayRuntime:
     def __init__(self, cluster: RayCluster, address: str, program: Program) -> None:
         self.cluster = cluster
         self.address = address
-        self._program, self._leading = program
+        self._program = program
         self._config: IsthmusConfig | None = None
-        self._model_path = ""
 
     @classmethod
     def open(
@@ -59,25 +59,17 @@ class RayRuntime:
         Nodes of somebody's cluster do not have the directory that it was resolved to here. They
         look for it themselves, by its name or by a path that all of them have.
         """
-        name = config.model.name
-        if not self.cluster.is_own:
-            name = asked_for if asked_for in NAMED_MODELS else str(Path(asked_for).absolute())
-        model = config.model.model_copy(update={"name": name})
-        self._config = config.model_copy(update={"model": model})
-        self._model_path = "" if name in NAMED_MODELS else name
+        self._config = config if self.cluster.is_own else for_nodes(config, asked_for)
 
     def unit_launch(self, plan: PlannedProcess, log_path: Path) -> UnitLaunch:
         """Start this process as often as its supervisor wants to."""
         assert self._config is not None
         is_here = self.cluster.is_own
         has_metrics = self._config.worker.metrics_port is not None
-        order = WorkerOrder(
-            program=self._program,
-            arguments=self._leading,
-            config_text=dump_yaml(self._config),
+        order = replace(
+            order_of(self._config, self._program),
             host=LOOPBACK if is_here else "",
             metrics_port=plan.http_port if has_metrics else None,
-            model_path=self._model_path,
             log_path=str(log_path) if is_here else "",
         )
         return UnitLaunch(self.cluster, plan.role, order, placement(self._config, plan.role))
@@ -123,6 +115,32 @@ class UnitLaunch:
         if begun is None or begun.refused:
             return None
         return Listening(begun.host, begun.grpc_port, begun.metrics_port)
+
+
+def for_nodes(config: IsthmusConfig, asked_for: str) -> IsthmusConfig:
+    """The configuration with the model as every node is to look for it."""
+    name = asked_for if asked_for in NAMED_MODELS else str(Path(asked_for).absolute())
+    model = config.model.model_copy(update={"name": name})
+    return config.model_copy(update={"model": model})
+
+
+def order_of(config: IsthmusConfig, program: Program = MODEL_PROGRAM) -> WorkerOrder:
+    """What every worker of this configuration is told, wherever it is started."""
+    name = config.model.name
+    return WorkerOrder(
+        program=program[0],
+        arguments=program[1],
+        config_text=dump_yaml(config),
+        host="",
+        metrics_port=config.worker.metrics_port,
+        model_path="" if name in NAMED_MODELS else name,
+    )
+
+
+def ray_pools(config: IsthmusConfig, roles: Mapping[str, str]) -> dict[str, RayPool]:
+    """What Ray starts for each pool of a policy; `roles` has theirs by name."""
+    order = order_of(for_nodes(config, config.model.name))
+    return {name: RayPool(role, order, placement(config, role)) for name, role in roles.items()}
 
 
 def slots(

@@ -13,7 +13,7 @@ import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,12 +294,14 @@ class RayCluster:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return group, {**options, "scheduling_strategy": strategy}
 
-    def adopt(self) -> list[RayWorker]:
-        """Take over the workers of this namespace, whoever started them."""
+    def adopt(self, known: Container[str] = ()) -> list[RayWorker]:
+        """Take over the workers of this namespace that are not known yet, whoever started them."""
         import ray
 
         found = []
         for name in sorted(ray.util.list_named_actors()):
+            if name in known:
+                continue
             try:
                 actor = ray.get_actor(name, namespace=self.namespace)
             except ValueError:

@@ -67,7 +67,7 @@ class Rig:
             role: RayPool(role, self.order(), Placement({f"{role}_slot": 1.0}), self.folder)
             for role in ("prefill", "decode")
         }
-        return LocalRay(self.cluster, pools, SystemClock())
+        return LocalRay(self.cluster, pools, SystemClock().now)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,8 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 async def driver(rig: Rig) -> AsyncIterator[LocalRay]:
+    # What a test before has ended is named for a moment longer, and would be taken over.
+    wait_for(lambda: not ray_names(), 20, "nothing is left of the test before")
     made = rig.driver()
     yield made
     for replicas in (await made.replicas()).values():
@@ -119,6 +121,12 @@ async def until_ready(rig: Rig, driver: LocalRay, prefill: int, decode: int) -> 
             return
         await asyncio.sleep(0.05)
     pytest.fail(f"not ready: {seen}, {rig.router.child.tail()}")
+
+
+def ray_names() -> list[str]:
+    import ray
+
+    return list(ray.util.list_named_actors())
 
 
 def num_live(address: str) -> int:
@@ -220,15 +228,15 @@ async def test_a_later_driver_takes_over_and_stops_what_it_finds(
     await until_ready(rig, driver, 0, 1)
     (replica,) = (await driver.replicas())["decode"]
     later = rig.driver()
-    wait_for(lambda: worker_of(later, replica.replica_id).begun is not None
-             or worker_of(later, replica.replica_id).poll() is not None, 20, "it is looked at",
-             )  # fmt: skip
-    assert [one.replica_id for one in (await later.replicas())["decode"]] == [replica.replica_id]
+    await later.replicas()
     worker = worker_of(later, replica.replica_id)
+    wait_for(lambda: worker.poll() is not None or worker.is_serving, 20, "it is looked at")
+    assert [one.replica_id for one in (await later.replicas())["decode"]] == [replica.replica_id]
     assert worker.pid == worker_of(driver, replica.replica_id).pid
     process = psutil.Process(worker.pid)
     await later.stop(replica.replica_id)
     assert (await later.replicas())["decode"] == ()
+    assert (await later.replicas())["decode"] == ()  # not found anew while it ends
     wait_for(lambda: worker.poll() is not None, WAIT_S, "the worker ends")
     process.wait(10)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from services.cli import exits
+from services.cli.main import run
 from services.cli.unit import STARTING, Listening, Unit
 from services.cli.up_plan import Counts, FrontDoors, PlannedProcess, fixed_ports, plan_processes
-from services.cli.up_ray import RayRuntime, check_node_address, placement, slots
+from services.cli.up_ray import RayRuntime, check_node_address, placement, ray_pools, slots
 from services.common.config import IsthmusConfig, load_config
 from services.common.errors import ConfigError
 from services.runtime.ray_actor import Begun
@@ -56,6 +58,21 @@ def test_each_role_takes_what_is_configured_for_it() -> None:
     )
     assert placement(config, "prefill") == Placement({"h100": 1.0}, {"zone": "a"}, 2.0)
     assert placement(config, "decode") == Placement({"decode_slot": 1.0}, {}, 2.0)
+
+
+def test_pools_of_a_policy_take_what_their_role_takes() -> None:
+    pools = ray_pools(configured(), {"readers": "prefill", "writers": "decode"})
+    assert {name: pool.role for name, pool in pools.items()} == {
+        "readers": "prefill", "writers": "decode",
+    }  # fmt: skip
+    assert pools["writers"].placement == Placement({"decode_slot": 1.0})
+    assert pools["writers"].order.model_path == "/models/x"
+    assert pools["writers"].order.arguments == ("worker",)
+
+
+def test_a_driver_of_actors_needs_to_know_where_they_are() -> None:
+    policy = Path(__file__).parents[3] / "services" / "autoscaler" / "example.yaml"
+    assert run(["autoscaler", "--policy", str(policy), "--driver", "ray"]) == exits.USAGE
 
 
 @pytest.mark.parametrize(
