@@ -124,7 +124,14 @@ TARGET_FIELDS = {
 class ExternalMetricName(PolicySection):
     """A metric by name."""
 
-    name: str = setting(..., "name of the metric", public=True, min_length=1, max_length=253)
+    # As Prometheus has them: it is part of a query.
+    name: str = setting(
+        ...,
+        "name of the metric",
+        public=True,
+        max_length=253,
+        pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$",
+    )
 
 
 class ExternalMetric(PolicySection):

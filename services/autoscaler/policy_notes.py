@@ -10,6 +10,7 @@ from services.autoscaler.policy import (
     MetricType,
     PolicySpec,
     Pool,
+    PredictiveMode,
     Schedule,
     TargetType,
 )
@@ -23,6 +24,7 @@ def policy_notes(spec: PolicySpec, unix_s: float) -> Iterator[Fault]:
     for i, pool in enumerate(spec.pools):
         yield from _zero_notes(f"spec.pools[{i}]", pool, spec.schedules)
         yield from _slo_notes(f"spec.pools[{i}]", pool, spec)
+    yield from _profile_notes(spec)
     yield from _overlap_notes(spec, unix_s)
 
 
@@ -49,6 +51,16 @@ def _slo_notes(path: str, pool: Pool, spec: PolicySpec) -> Iterator[Fault]:
                 f"{target_ms:g} ms is not below the SLO, {slo.target_milliseconds} ms: "
                 "the pool grows only when it is missed",
             )
+
+
+def _profile_notes(spec: PolicySpec) -> Iterator[Fault]:
+    """A running autoscaler is given no profile yet: its forecast would never set a floor."""
+    predictive = spec.predictive
+    if predictive.mode is not PredictiveMode.OFF and predictive.capacity_model.source == "Profile":
+        yield Fault(
+            "spec.predictive.capacityModel.source",
+            "profiles are read by `isthmus policy simulate` only: elsewhere nothing is forecast",
+        )
 
 
 def _overlap_notes(spec: PolicySpec, unix_s: float) -> Iterator[Fault]:

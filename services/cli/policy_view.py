@@ -146,7 +146,8 @@ def _metric(metric: Metric, pool: Pool, spec: PolicySpec) -> str:
     edge = target * (1 + parse_quantity(pool.tolerance.scale_up))
     name = _measured(metric, spec)
     if metric.type in (MetricType.TTFT, MetricType.ITL):
-        return f"by one where {name} is above {_seconds(edge)} (target {_seconds(target)})"
+        limit = f"{_seconds(edge)} (target {_seconds(target)})"
+        return f"by one, or in panic by a multiple, where {name} is above {limit}"
     if metric.target.type is TargetType.UTILIZATION:
         return f"in proportion where {name} is above {_percent(edge)} (target {_percent(target)})"
     each = " a replica" if metric.target.type is TargetType.AVERAGE_VALUE else " in all"
@@ -171,9 +172,9 @@ def _growing(pool: Pool) -> Iterator[str]:
     if up.panic.enabled:
         yield _row(
             "",
-            f"at once where the last {up.panic.window_seconds} s ask for "
-            f"{up.panic.threshold_percent} % of what is ready; then nothing shrinks for "
-            f"{up.panic.hold_seconds} s",
+            f"in panic where the last {up.panic.window_seconds} s ask for "
+            f"{up.panic.threshold_percent} % of what is ready: nothing waits, and nothing shrinks "
+            f"for {up.panic.hold_seconds} s after",
         )
 
 

@@ -154,6 +154,11 @@ CASES: list[tuple[dict[str, object], str, str]] = [
         "spec.pools[1].metrics[0].external",
         "belongs to type External, not to ITL",
     ),
+    (
+        {"spec.pools.1.metrics.0": METRIC | {"external": {"metric": {"name": "a) or vector(1"}}}},
+        "spec.pools[1].metrics[0].external.metric.name",
+        "must match",
+    ),
     # Sizes.
     ({"spec.pools.1.minReplicas": 17}, "spec.pools[1].minReplicas", "17 is more than maxReplicas"),
     (

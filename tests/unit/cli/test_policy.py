@@ -12,6 +12,7 @@ from services.autoscaler.policy_file import EXAMPLE
 from services.cli import exits
 from services.cli.main import run
 
+PROFILED = {"source": "Profile", "profileRef": {"name": "measured"}}
 MONDAY = ("--at", "2026-11-30T09:00+01:00")
 
 
@@ -66,7 +67,12 @@ def test_lint_notes_what_is_right_and_probably_not_meant(
         values["schedules"][0] | {"pools": {"decode": {"minReplicas": 14}}},
         night | {"name": "peak", "timeZone": "Europe/Berlin", "pools": peak},
     ]
-    path = written(tmp_path / "p.yaml", pools=values["pools"], schedules=schedules)
+    path = written(
+        tmp_path / "p.yaml",
+        pools=values["pools"],
+        schedules=schedules,
+        predictive={"mode": "Forecast", "capacityModel": PROFILED},
+    )
     notes = said(capsys, "lint", str(path)).splitlines()
     assert notes[0] == (
         f"{path}: spec.pools[0].metrics[0].target.value: note: 500 ms is not below the SLO, "
@@ -76,11 +82,15 @@ def test_lint_notes_what_is_right_and_probably_not_meant(
         f"{path}: spec.pools[1].scaleToZero.enabled: note: comes to nothing: "
         "minReplicas is never below 2"
     )
-    assert notes[2].startswith(f"{path}: spec.schedules[1]: note: at ")
-    assert notes[2].endswith(
+    assert notes[2] == (
+        f"{path}: spec.predictive.capacityModel.source: note: profiles are read by "
+        "`isthmus policy simulate` only: elsewhere nothing is forecast"
+    )
+    assert notes[3].startswith(f"{path}: spec.schedules[1]: note: at ")
+    assert notes[3].endswith(
         "business-hours, peak hold together: minReplicas take 22 accelerators, the budget allows 20"
     )
-    assert notes[3:] == [f"ok: {path}"]
+    assert notes[4:] == [f"ok: {path}"]
 
 
 def test_explain_says_what_holds_at_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +104,8 @@ def test_explain_says_what_holds_at_a_moment(capsys: pytest.CaptureFixture[str])
         "1 at first, each with 1 accelerator"
     )
     for line in (
-        "  grows       by one where TTFT p95 is above 420 ms (target 400 ms)",
+        "  grows       by one, or in panic by a multiple, where TTFT p95 is above 420 ms "
+        "(target 400 ms)",
         "              in proportion where QueuedTokens is above 8,601.6 a replica (target 8,192)",
         "              in proportion where KVUtilization is above 78.75 % (target 75 %)",
         "              at most 100 % in 15 s or 2 replicas in 15 s, whichever is more",
