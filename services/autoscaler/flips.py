@@ -57,8 +57,8 @@ def _spare(sizing: Sizing, now: float) -> int:
     """Return how many a pool can do without."""
     down_s = sizing.pool.behavior.scale_down.stabilization_window_seconds
     has_grown = any(c.delta > 0 and c.at > now - down_s for c in sizing.state.changes)
-    is_calm = sizing.may_shrink and not sizing.is_panicking and not has_grown
-    if not is_calm or sizing.desired != sizing.before:
+    if has_grown or sizing.desired != sizing.before:
         return 0
+    # Asks of ticks without fresh figures or in panic are those of its size.
     wanted = max((a.replicas for a in sizing.state.highs if a.at > now - _IDLE_S), default=0)
     return max(sizing.before - max(wanted, shrink_limit(sizing, now), sizing.floor), 0)

@@ -25,7 +25,7 @@ def with_panic(sizing: Sizing, now: float) -> Sizing:
     is_multiple = mean * 100 >= max(len(sizing.staff.ready), 1) * panic.threshold_percent
     # It begins where there are too few, and goes on until those asked for work.
     is_more = sizing.asked > sizing.before or state.panicked_at is not None
-    at = now if is_multiple and is_more and not sizing.is_held else state.panicked_at
+    at = now if is_multiple and is_more else state.panicked_at
     is_on = at is not None and now - at <= panic.hold_seconds
     state = replace(state, recent=recent, panicked_at=at if is_on else None)
     sizing = replace(sizing, state=state, is_panicking=is_on)

@@ -11,7 +11,7 @@ from services.autoscaler.decide import decide
 from services.autoscaler.decision import Decision, Flip
 from services.autoscaler.observation import Load, Observation, PoolSeen, Replica, ReplicaState
 from services.autoscaler.policy import PolicySpec
-from services.autoscaler.state import Ask, Capacity, Flipping, PoolState, State, from_json
+from services.autoscaler.state import Ask, Capacity, Change, Flipping, PoolState, State, from_json
 from tests.support.autoscaling import (
     ITL,
     KV,
@@ -525,3 +525,122 @@ def test_start_that_came_up_ends_the_waiting() -> None:
     decision, _ = decide(policy, seen, known(prefill=failing), NOW)
 
     assert of_pool(decision, "prefill").start == 1
+
+
+def with_starting(*ages_s: float, queued: float) -> Observation:
+    """Return two of prefill that serve and others that began to start so many seconds ago."""
+    seen = make_seen({"QueuedTokens": queued, "TTFT": queued / 5000})
+    begun = [Replica(f"young-{i}", ReplicaState.STARTING, NOW - s) for i, s in enumerate(ages_s)]
+    prefill = replace(seen.pools["prefill"], replicas=(*make_replicas("prefill", 2), *begun))
+    return replace(seen, pools={**seen.pools, "prefill": prefill})
+
+
+def test_overdue_starts_do_not_count_as_capacity() -> None:
+    policy = make_policy(FREE, FREE)
+    in_time = decided(policy, with_starting(100, 100, queued=5000.0))
+    overdue = decided(policy, with_starting(271, 271, queued=5000.0))
+
+    assert of_pool(in_time, "prefill").desired == 5
+    assert of_pool(overdue, "prefill").desired == 7
+
+
+def test_starts_that_do_not_show_yet_are_waited_for() -> None:
+    for ago_s, expected in ((10.0, 4), (271.0, 5)):
+        state = known(prefill=PoolState(size=4, changed_at=NOW - ago_s))
+        pool = of_pool(decided(latency_policy(), make_seen({"TTFT": 0.6}), state), "prefill")
+
+        assert pool.desired == expected
+
+
+def test_pool_that_only_starts_is_in_no_panic() -> None:
+    policy = make_policy({"behavior": behavior(panic=True)}, FREE)
+    seen = make_seen({"QueuedTokens": 2000.0}, ready=(1, 2), starting=(1, 0))
+
+    _, state = decide(policy, seen, known(prefill=PoolState(size=2)), NOW)
+
+    assert state.pools["prefill"].panicked_at is None
+
+
+def test_youngest_start_is_cancelled_first() -> None:
+    pool = of_pool(
+        decided(make_policy(FREE, FREE), with_starting(50, 10, 90, queued=4000.0)), "prefill"
+    )
+
+    assert pool.cancel == ("young-1",)
+
+
+def test_newest_replica_leaves_first_where_the_policy_says_so() -> None:
+    policy = make_policy({**FREE, "drain": {"victimPolicy": "Newest"}}, FREE)
+    seen = make_seen({"QueuedTokens": 2000.0})
+    replicas = tuple(
+        Replica(name, ReplicaState.READY, NOW - age_s, kv)
+        for name, age_s, kv in (("old", 900, 0), ("new", 100, 99), ("mid", 500, 5))
+    )
+    prefill = replace(seen.pools["prefill"], replicas=replicas)
+
+    decision = decided(policy, replace(seen, pools={**seen.pools, "prefill": prefill}))
+
+    assert of_pool(decision, "prefill").drain == ("new",)
+
+
+def test_start_that_was_cancelled_is_no_failed_one() -> None:
+    pools = {"prefill": PoolState(size=2, starting=("gone",), leaving=("gone",))}
+    seen = make_seen({"QueuedTokens": 3000.0})
+
+    assert of_pool(decided(make_policy(FREE, FREE), seen, known(**pools)), "prefill").start == 1
+
+
+def test_pool_that_grew_within_its_window_gives_nothing() -> None:
+    for ago_s, expected in ((299.0, (4, 4)), (301.0, (4, 3))):
+        grown = replace(IDLE_DECODE, changes=(Change(NOW - ago_s, 1),))
+
+        decision = decided(make_policy(FREE, PATIENT), flip_seen(), known(decode=grown))
+
+        assert sizes(decision) == expected
+
+
+def test_pool_that_has_what_it_wants_takes_nothing() -> None:
+    seen = make_seen({"QueuedTokens": 4000.0}, {"KVUtilization": 0.3}, ready=(4, 4))
+    state = known(prefill=PoolState(size=2), decode=IDLE_DECODE)
+
+    assert sizes(decided(make_policy(FREE, PATIENT), seen, state)) == (4, 4)
+
+
+def test_dry_run_begins_no_flip() -> None:
+    policy = make_policy(FREE, FREE, mode="DryRun")
+
+    decision, state = decide(policy, flip_seen(), State(), NOW)
+
+    assert decision.flips
+    assert state.flips == ()
+
+
+def test_no_zero_on_stale_figures_or_below_the_least_of_accelerators() -> None:
+    idle: Fields = {"load": NOBODY, "idle_s": 60.0}
+    fresh = make_seen({"QueuedTokens": 0.0}, {"KVUtilization": 0.0}, ready=(1, 1))
+    stale = make_seen({"QueuedTokens": 0.0}, {}, ready=(1, 1))
+    kept = make_policy(ZERO, ZERO, budget={"minAccelerators": 1})
+
+    assert sizes(decided(make_policy(ZERO, ZERO), replace(stale, **idle))) == (1, 1)
+    assert sizes(decided(kept, replace(fresh, **idle))) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "cap", "ready", "expected"),
+    [
+        # The last one taken was larger than what was missing: the rest goes back.
+        ({"minReplicas": 3}, {"minReplicas": 3}, 18, (5, 6), (4, 6)),
+        # The least of each comes before more than the least of another.
+        ({"minReplicas": 1}, {"minReplicas": 5}, 11, (3, 3), (2, 5)),
+        ({"minReplicas": 1}, {"minReplicas": 2}, 7, (2, 1), (1, 2)),
+        # One pool alone answers nothing.
+        ({}, {}, 3, (1, 1), (0, 0)),
+    ],
+)
+def test_budget_below_what_there_is(
+    prefill: Fields, decode: Fields, cap: int, ready: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    pools = ({**FREE, **prefill, "acceleratorsPerReplica": 3}, {**FREE, **decode})
+    policy = make_policy(*pools, budget={"maxAccelerators": cap})
+
+    assert sizes(decided(policy, make_seen({}, {}, ready=ready))) == expected

@@ -281,3 +281,30 @@ def test_unknown_pool_is_not_seen() -> None:
 
     assert [p.pool for p in decision.pools] == ["prefill", "decode"]
     assert set(state.pools) == {"prefill", "decode"}
+
+
+def test_time_that_no_router_told_of_goes_by() -> None:
+    policy = make_policy(FREE, FREE, predictive=predictive())
+    state = State(pools={"prefill": PoolState(size=1, capacity=THOUSAND)})
+    for i in (*range(40), 50):
+        at = NOW + 10.0 * i
+        _, state = decide(policy, loaded(10 * (100 + 7 * i), 0, at), state, at)
+
+    assert state.pools["prefill"].series.level == pytest.approx(100 + 7 * 50, rel=1e-3)
+    assert state.pools["prefill"].series.trend == pytest.approx(7.0, rel=1e-3)
+
+
+def test_forecast_moves_nothing_that_is_held() -> None:
+    policy = make_policy(
+        FREE,
+        FREE,
+        metrics={"onStale": "Hold"},
+        predictive=predictive(predictor={"type": "Constant"}),
+    )
+    state = State(pools={"prefill": PoolState(size=1, capacity=THOUSAND)})
+    blind = make_seen({}, ready=(1, 1))
+
+    decision, _ = decide(policy, replace(blind, load=Load(5, 35_000, 0, NOW, 10.0)), state, NOW)
+
+    prefill = of_pool(decision, "prefill")
+    assert (prefill.forecast, prefill.desired) == (4, 1)
