@@ -16,9 +16,11 @@ from loadtest.http_client import Answer, BadAnswer, Origin, Pool
 from loadtest.openai_stream import OpenAIStream, error_code
 from loadtest.prompt_bytes import IdBytes, WordBytes
 from loadtest.records import Piece, PlannedRequest, RequestRecord, Status
-from loadtest.target import TargetFacts, TargetUnusable
+from loadtest.router_metrics import look_at
+from loadtest.target import ClusterLook, TargetFacts, TargetUnusable
 
 CONNECT_TIMEOUT_S = 10.0
+_LOOK_TIMEOUT_S = 1.0
 Api: TypeAlias = Literal["chat", "completions"]
 _PATHS: dict[Api, str] = {"chat": "chat/completions", "completions": "completions"}
 _NOTHING = b"0"  # stands for the prompt until its bytes take its place
@@ -116,6 +118,18 @@ class HttpTarget:
             record.status, record.code = Status.ERROR, stream.fault or error.code
         finally:
             stream.finish()
+
+    async def look(self) -> ClusterLook | None:
+        """Read a router's metrics; None where the server is another, or the key may not."""
+        if not self._is_ours:
+            return None
+        head = self._head("GET", f"{self._base.removesuffix('/v1')}/metrics", "")
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                answer = await self._pool.exchange(head + b"\r\n", _ignore)
+        except (TimeoutError, BadAnswer):
+            return None
+        return look_at(answer.body.decode(errors="replace")) if answer.status == 200 else None
 
     async def close(self) -> None:
         """Close the connections."""

@@ -95,8 +95,7 @@ def test_token_counts_of_both_doors_are_the_server_s(tmp_path: Path) -> None:
             assert result.attainment is not None
             assert result.attainment.value == 1.0
             assert {record.status for record in records} == {Status.OK}
-            if name == "grpc":
-                assert {"prefill": 1, "decode": 1} in [p.replicas for p in result.timeline]
+            assert {"prefill": 1, "decode": 1} in [p.replicas for p in result.timeline], name
             assert [r.num_heard for r in records] == [r.osl for r in records]
             assert {record.prefill_worker for record in records} <= {"prefill-0", ""}
             for counter, total in (
