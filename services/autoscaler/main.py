@@ -66,6 +66,16 @@ def run_autoscaler(config: IsthmusConfig, model_dir: Path, options: Options) -> 
     )
 
 
+async def told_status(config: IsthmusConfig, model_dir: Path) -> str:
+    """Return the status that whoever leads keeps in the store, JSON; raises StoreUnavailable."""
+    namespace = namespace_of(read_manifest(model_dir).weights_digest)
+    registry = RedisRegistryReader(store_address(config.store), namespace, SystemClock())
+    try:
+        return await ScalingStore(Keys(namespace), registry.run).status()
+    finally:
+        await registry.close()
+
+
 def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
     """Say how workers are reached: like a router, with its certificates. Raises ConfigError."""
     identity = cluster_identity(config.tls, clock)

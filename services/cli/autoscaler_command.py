@@ -70,6 +70,12 @@ def autoscaler(
         Path | None,
         typer.Option(help="Decide again what is recorded in this file; exit 1 on differences."),
     ] = None,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show", help="Print what the last tick of whoever leads came to, as JSON, and end."
+        ),
+    ] = False,
     host: Annotated[
         str, typer.Option(help="Address of the health service and /metrics.")
     ] = "127.0.0.1",
@@ -84,6 +90,8 @@ def autoscaler(
     """Resize the pools while they serve; of several such processes one acts at a time."""
     if replay is not None:
         return _replay(policy, replay)
+    if show:
+        return _show(config, model, redis)
     loaded = settings.load_serving(
         config,
         {"model.name": model, "store.url": redis, "telemetry.log_level": log_level},
@@ -177,6 +185,20 @@ def _kube_api(url: str, namespace: str) -> KubeApi:
     if not namespace:
         raise typer.BadParameter("--kubernetes needs --namespace")
     return KubeApi(url, namespace)
+
+
+def _show(config: Path | None, model: str | None, redis: str | None) -> int:
+    import asyncio
+
+    from services.autoscaler.main import told_status
+
+    loaded = settings.load_serving(config, {"model.name": model, "store.url": redis})
+    status = asyncio.run(told_status(loaded, settings.resolve_model(loaded)))
+    if not status:
+        typer.echo("isthmus: no autoscaler has been at work on this model", err=True)
+        return exits.FAILED
+    typer.echo(status)
+    return exits.OK
 
 
 def _replay(policy: Path, recorded: Path) -> int:

@@ -132,6 +132,10 @@ class WorkerPools:
 
     def tick(self, now: float) -> bool:
         """Look after those that end, and note states; True = a worker has gone."""
+        for unit in self._workers():
+            if unit.plan.name in self._draining and unit.state.state in (WAITING, FAILED):
+                # It was to leave and has died: another life of it would take work again.
+                self._end(unit, now)
         gone = [unit for unit in self._workers() if self._has_gone(unit, now)]
         for unit in gone:
             self._forget(unit)

@@ -10,7 +10,6 @@ from services.registry.answers import items_of, number_of, word_of
 from services.registry.schema import Keys
 from services.registry.scripts import Arg, Invocation, load_script
 
-SCRIPTS = ("snapshot", "told", "lead", "keep")  # that an autoscaler runs
 WORD_MS = 15_000  # a router that said nothing for so long is gone
 MAX_ROUTERS = 1024
 MAX_WORD_BYTES = 256 << 10  # of a router, of a state, of a status; a longer one is not read
@@ -98,6 +97,12 @@ class ScalingStore:
         call = Invocation(script, (self.keys.prefix + "as",), args)
         answer = items_of(await self.run(call, self.timeout_s))
         return word_of(answer[0]) == "OK"
+
+    async def status(self) -> str:
+        """Return what the last tick came to, JSON; empty where no autoscaler has been at work."""
+        call = Invocation(load_script("status"), (self.keys.prefix + "as",), ())
+        items = items_of(await self.run(call, self.timeout_s))
+        return word_of(items[0])[:MAX_WORD_BYTES]
 
     async def _call(
         self, name: str, keys: tuple[str, ...], args: tuple[Arg, ...], now_ms: int | None

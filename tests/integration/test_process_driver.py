@@ -192,6 +192,17 @@ async def test_worker_that_does_not_end_is_killed_at_once_where_nobody_waits_for
     await eventually(lambda: not rig.units)
 
 
+async def test_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig) -> None:
+    """A drain ends with the life of a worker: its next one would take work."""
+    await rig.driver.start("decode", 1)
+    rig.ready("decode-0")
+    await rig.driver.replicas()
+    await rig.driver.drain("decode-0", 60.0, OnDeadline.MIGRATE)
+    rig.processes["decode-0"].returncode = 1
+    rig.units[0].state.observe(rig.clock.now(), 1, None)
+    await eventually(lambda: not rig.units)
+
+
 async def test_names_of_workers_that_left_are_used_again(rig: Rig) -> None:
     await rig.driver.start("decode", 2)
     await rig.driver.stop("decode-0")

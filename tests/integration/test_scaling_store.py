@@ -106,3 +106,10 @@ async def test_router_that_goes_is_not_waited_for(scaling: ScalingStore) -> None
     await scaling.tell("r1", "word", NOW)
     await scaling.tell("r0", "", NOW)
     assert [word.router_id for word in await scaling.told(NOW)] == ["r1"]
+
+
+async def test_status_is_what_the_owner_kept_last(scaling: ScalingStore) -> None:
+    assert await scaling.status() == ""
+    await scaling.lead("a", 1_000, 0, NOW)
+    await scaling.keep("a", 1, {"status": "sizes"}, NOW)
+    assert await scaling.status() == "sizes"

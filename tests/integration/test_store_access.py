@@ -106,7 +106,8 @@ async def use_everything(address: StoreAddress) -> None:
         assert len(await scaling.told()) == 1
         led = await scaling.lead("a", 1000, 0)
         assert isinstance(led, Leadership)
-        assert await scaling.keep("a", led.token, {"state": "s"})
+        assert await scaling.keep("a", led.token, {"status": "s"})
+        assert await scaling.status() == "s"
         await reader.release([("rid", b"01234567")])
     finally:
         lease.stop(10.0)

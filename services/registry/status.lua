@@ -1,0 +1,2 @@
+-- What the autoscaler's last tick came to, as it keeps it. KEYS as
+return {redis.call('HGET', KEYS[1], 'status') or ''}
