@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from services.autoscaler.deployment_driver import DeploymentDriver
     from services.autoscaler.epoch_clock import EpochClock
     from services.autoscaler.kube_api import KubeApi
+    from services.autoscaler.kuberay_driver import KubeRay
     from services.autoscaler.main import MakeDriver
     from services.autoscaler.policy import PoolAutoscalingPolicy
     from services.autoscaler.ray_driver import LocalRay
@@ -29,6 +30,7 @@ class DriverName(StrEnum):
     process = "process"  # `isthmus up` on this machine
     deployment = "deployment"  # Kubernetes, a Deployment for each pool
     ray = "ray"  # actors of ray.namespace at ray.address
+    kuberay = "kuberay"  # the same, whose nodes are pods that Ray's own autoscaler sizes
 
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="PoolAutoscalingPolicy, YAML or JSON.")]
@@ -100,6 +102,8 @@ def autoscaler(
         make_driver = _process_driver(control)
     elif driver is DriverName.ray:
         make_driver = _ray_driver(loaded)
+    elif driver is DriverName.kuberay:
+        make_driver = _kuberay_driver(loaded)
     else:
         make_driver = _deployment_driver(deployment or [], kubernetes, namespace, worker_port)
     set_up_logs(loaded, {"policy": str(policy)})
@@ -147,6 +151,27 @@ def _ray_driver(config: IsthmusConfig) -> MakeDriver:
         cluster = RayCluster.connect(address, namespace, os.environ)
         check_node_address(config, cluster.node_address)
         return LocalRay(cluster, pools, clock.now)
+
+    return make
+
+
+def _kuberay_driver(config: IsthmusConfig) -> MakeDriver:
+    from services.autoscaler.process_driver import roles_of
+    from services.cli.up_ray import ray_pools
+    from services.common.errors import ConfigError
+
+    try:
+        from services.autoscaler.kuberay_driver import Bundle, KubeRay
+    except ModuleNotFoundError:
+        raise ConfigError("the driver kuberay needs isthmus[kubernetes]") from None
+    make_actors = _ray_driver(config)
+
+    def make(policy: PoolAutoscalingPolicy, calls: WorkerCalls, clock: EpochClock) -> KubeRay:
+        takes = {
+            name: [Bundle(each, pool.placement.labels) for each in pool.placement.bundles()]
+            for name, pool in ray_pools(config, roles_of(policy.spec)).items()
+        }
+        return KubeRay(make_actors(policy, calls, clock), takes)
 
     return make
 

@@ -47,3 +47,8 @@ def test_every_pool_of_the_policy_has_its_deployment() -> None:
     driver = make(policy, WorkerCalls(), clock)
     assert isinstance(driver, DeploymentDriver)
     assert driver.capabilities.names_victims
+
+
+def test_kuberay_needs_a_ray_to_join(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["autoscaler", "--policy", str(EXAMPLE), "--driver", "kuberay"]) == exits.USAGE
+    assert "needs ray.address and ray.namespace" in capsys.readouterr().err
