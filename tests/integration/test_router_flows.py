@@ -306,12 +306,22 @@ async def test_last_decode_worker_gone_lets_prefill_stay(store_url: str) -> None
         assert [j.kind for j in cluster["p0"].jobs] == ["prefill", "whole"]
 
 
-@pytest.mark.parametrize("code", ["stale_incarnation", "overloaded", "draining"])
+async def test_request_is_answered_by_who_does_not_drain_however_many_do(store_url: str) -> None:
+    """RB-105: a pool that shrinks by two has two workers that refuse, one after the other."""
+    async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
+        cluster["p0"].refuse_with = cluster["p1"].refuse_with = "draining"
+        call = make_call(prompt=[7] * 40)
+        assert (await cluster.ask(call)).tokens() == reference(call)
+        assert len(cluster["p0"].jobs) + len(cluster["p1"].jobs) == 2
+        cluster.assert_clean()
+
+
+@pytest.mark.parametrize("code", ["stale_incarnation", "overloaded"])
 async def test_refused_work_is_tried_elsewhere_once(store_url: str, code: str) -> None:
     """api.md rule 3."""
     async with running_cluster(store_url, [prefill("p0"), prefill("p1"), decoder()]) as cluster:
         cluster["p0"].refuse_with = cluster["p1"].refuse_with = code
-        if code != "stale_incarnation":
+        if code == "overloaded":
             error = await error_of(cluster)
             assert error.spec.code == code
             assert len(cluster["p0"].jobs) + len(cluster["p1"].jobs) == 2
