@@ -10,7 +10,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 from typing import NamedTuple, Protocol
 
 from services.registry.base import LoadReport
@@ -213,15 +213,16 @@ class CandidateIndex:
 
         Args:
             by_hit: slots of all who hold something of the prompt, those that hold most first;
-                gone through for each role, and no further than needed.
+                gone through no further than needed.
         """
         prefill, decode, excluded = self._pools[True], self._pools[False], ask.excluded
         census = Census(prefill.peers(excluded), decode.peers(excluded))
         if census.num_rows <= MAX_ROWS:
             return (s for s in (*prefill.slots, *decode.slots) if s not in excluded), census
-        slots = decode.promising(by_hit, excluded)
+        first, second = tee(by_hit)  # whom one role has looked at the other need not rank again
+        slots = decode.promising(first, excluded)
         if ask.force != DECODE:
-            slots |= prefill.promising(by_hit, excluded)
+            slots |= prefill.promising(second, excluded)
         return sorted(slots), census
 
     def candidate(self, slot: int) -> Candidate:

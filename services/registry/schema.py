@@ -156,6 +156,8 @@ def decode_info(data: bytes) -> WorkerInfo | None:
 
 def field_names(hashes: Sequence[BlockHash]) -> list[bytes]:
     """Return the 8-byte field names of block hashes."""
+    if hashes and len(hashes[0]) == HASH_FIELD_BYTES:
+        return list[bytes](hashes)  # names already, as a simulation has them
     return [block_hash[:HASH_FIELD_BYTES] for block_hash in hashes]
 
 
