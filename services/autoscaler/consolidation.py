@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.autoscaler.policy import MetricsSource, Role
 from services.autoscaler.proposals import load_share
+from services.autoscaler.readings import FOLLOW_LOAD, LATENCIES
 from services.autoscaler.sizing import Sizing
 
 _ROUNDING = 1e-9
@@ -24,7 +25,7 @@ def with_consolidation(sizing: Sizing, source: MetricsSource, now: float) -> Siz
 
 def _carried(sizing: Sizing, source: MetricsSource, size: int, now: float) -> float:
     """Return how much of its limit the worst figure takes on so many."""
-    worst = load_share(sizing, source, size, now, by_latency=False)
+    worst = load_share(sizing, source, size, now, FOLLOW_LOAD)
     if sizing.pool.role is Role.PREFILL:
         # A queue that has drained says nothing of the work that goes on. A prefill worker is busy
         # only while it computes; a decode worker all the time it holds one answer.
@@ -32,7 +33,7 @@ def _carried(sizing: Sizing, source: MetricsSource, size: int, now: float) -> fl
         return max(worst or 0.0, busy / size)
     if worst is None:
         # Much of a latency is there with no load at all: it is asked only where nothing else is.
-        worst = load_share(sizing, source, size, now, by_latency=True)
+        worst = load_share(sizing, source, size, now, LATENCIES)
     return worst or 0.0
 
 

@@ -22,7 +22,7 @@ from services.autoscaler.flips import with_flips, with_idle_given
 from services.autoscaler.forecast import with_forecast, with_load
 from services.autoscaler.observation import Load, Observation, PoolSeen, ReplicaState
 from services.autoscaler.panic import with_panic
-from services.autoscaler.policy import Mode, PolicySpec, Pool, Schedule
+from services.autoscaler.policy import MetricType, Mode, PolicySpec, Pool, Schedule
 from services.autoscaler.proposals import load_share, with_proposals, with_single_steps
 from services.autoscaler.rates import kept_changes, with_rates
 from services.autoscaler.ratio import with_ratio
@@ -141,7 +141,7 @@ def _learned(
 ) -> Sizing:
     """Take what was done and what came in since the tick before."""
     num_ready = len(sizing.staff.ready)
-    share = load_share(sizing, policy.metrics, num_ready, now, by_latency=False)
+    share = load_share(sizing, policy.metrics, num_ready, now, (MetricType.KV_UTILIZATION,))
     busy = sizing.state.busy
     if before_at is not None and now > before_at:
         busy = sizing.seen.busy_s / (now - before_at)

@@ -9,6 +9,7 @@ the past: where it is known what a replica can do, it never asks for much more t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -92,7 +93,7 @@ def with_single_steps(sizing: Sizing, source: MetricsSource, now: float) -> Sizi
 
 
 def load_share(
-    sizing: Sizing, source: MetricsSource, size: int, now: float, *, by_latency: bool
+    sizing: Sizing, source: MetricsSource, size: int, now: float, kinds: Collection[MetricType]
 ) -> float | None:
     """Return the worst metric if `size` replicas had the load of now, as a share of its target.
 
@@ -101,12 +102,12 @@ def load_share(
         source: how old a figure may be.
         size: replicas that share the load.
         now: the moment.
-        by_latency: of latencies; else of all other metrics, which follow the load.
+        kinds: of metrics that are looked at.
 
     None where no such figure is fresh.
     """
     spread = len(sizing.staff.ready) / max(size, 1)
-    metrics = (m for m in sizing.pool.metrics if (m.type in LATENCIES) == by_latency)
+    metrics = (m for m in sizing.pool.metrics if m.type in kinds)
     measured = (_measure(m, sizing, source, now) for m in metrics)
     return max(
         (m.ratio(size) * (1.0 if m.is_total else spread) for m in measured if m is not None),

@@ -8,6 +8,7 @@ from services.autoscaler.observation import Load, Observation, PoolSeen
 from services.autoscaler.policy import MetricsSource, MetricType
 
 LATENCIES = (MetricType.TTFT, MetricType.ITL)
+FOLLOW_LOAD = tuple(t for t in MetricType if t not in LATENCIES)
 
 
 def fresh_value(seen: PoolSeen, name: str, source: MetricsSource, now: float) -> float | None:

@@ -19,6 +19,7 @@ from services.autoscaler.predictors import advance_level, check_predictor
 from services.autoscaler.state import Capacity, PoolState, Series, State
 from services.common.errors import ConfigError
 from tests.support.autoscaling import (
+    KV,
     NOW,
     Fields,
     World,
@@ -308,3 +309,15 @@ def test_forecast_moves_nothing_that_is_held() -> None:
 
     prefill = of_pool(decision, "prefill")
     assert (prefill.forecast, prefill.desired) == (4, 1)
+
+
+def test_other_figures_say_nothing_of_how_full_decode_is() -> None:
+    backlog = {"type": "External", "external": {"metric": {"name": "backlog"}},
+               "target": {"type": "Value", "value": "100"}}  # fmt: skip
+    policy = make_policy(FREE, {**FREE, "metrics": [KV, backlog]})
+    seen = make_seen(decode={"KVUtilization": 0.1, "backlog": 80.0})
+    decode = replace(seen.pools["decode"], work_tokens=1000, busy_s=10.0)
+
+    _, state = decide(policy, replace(seen, pools={**seen.pools, "decode": decode}), State(), NOW)
+
+    assert tokens_per_second(state.pools["decode"].capacity, None) is None
