@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from openai import OpenAI
@@ -15,9 +16,21 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+def refusal(address: str, method: str) -> grpc.StatusCode:
+    """How Ray's port at an address answers somebody without the token."""
+    with grpc.insecure_channel(address) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+        try:
+            call(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
 def test_up_on_ray_answers_a_chat_and_leaves_no_process(
     toy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """RB-124: Ray's own port does nothing for who has no token."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # as people have it: with a token
     with LocalCluster(toy_dir, prefill=1, decode=1, flags=("--runtime", "ray")) as cluster:
         assert cluster.status()["ray"]["namespace"].startswith("isthmus-")
@@ -25,6 +38,9 @@ def test_up_on_ray_answers_a_chat_and_leaves_no_process(
         assert all(name.startswith("ray::") for name in names)
         environ = psutil.Process(cluster.pid_of("decode")).environ()
         assert environ["RAY_AUTH_MODE"] == "token"
+        gcs = cluster.status()["ray"]["address"]
+        for method in ("NodeInfoGcsService/GetClusterId", "ActorInfoGcsService/KillActorViaGcs"):
+            assert refusal(gcs, f"/ray.rpc.{method}") is grpc.StatusCode.UNAUTHENTICATED
         client = OpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0)
         chat = client.chat.completions.create(
             model=cluster.status()["model"],

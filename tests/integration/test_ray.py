@@ -204,6 +204,7 @@ class Stream(threading.Thread):
 
 
 async def test_a_drained_worker_loses_no_stream_and_ends(rig: Rig, driver: LocalRay) -> None:
+    """RB-105: routers pass over it before it refuses, and it ends when nothing is left."""
     await driver.start("prefill", 1)
     await driver.start("decode", 2)
     await until_ready(rig, driver, 1, 2)
