@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,26 +75,26 @@ class Rig:
 def rig() -> Iterator[Rig]:
     """One Ray for all tests of this file: it takes seconds to start."""
     folder = Path(tempfile.mkdtemp(prefix="isthmus-ray-"))  # short: it holds sockets
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
+        ending.callback(shutil.rmtree, folder, ignore_errors=True)
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv(SPEED_VARIABLE, "20000:3")
         before = signal.getsignal(signal.SIGTERM)
         cluster = RayCluster.start("test", folder, SLOTS, os.environ)
+        ending.callback(cluster.close)
         assert signal.getsignal(signal.SIGTERM) is before
         store = EmbeddedStore.start(folder)
+        ending.callback(store.stop)
         model = make_scripted_model(folder / "model")
         text = CONFIG.format(model=model, store=store.url)
         (folder / "rig.yaml").write_text(text)
         router = RigRouter("router", folder)
-        router.spawn()
-        yield Rig(cluster, router, text, folder)
-        router.child.send(signal.SIGTERM)
-        assert router.child.wait(20)
         for port in router._ports:
-            port.release()
-        store.stop()
-        cluster.close()
-    shutil.rmtree(folder, ignore_errors=True)
+            ending.callback(port.release)
+        router.spawn()
+        ending.callback(router.child.wait, 20)
+        ending.callback(router.child.send, signal.SIGKILL)  # nothing of it is looked at any more
+        yield Rig(cluster, router, text, folder)
 
 
 @pytest.fixture
