@@ -19,6 +19,7 @@ from services.common.errors import ConfigError
 ENV_PREFIX = "ISTHMUS_"
 CONFIG_VARIABLE = "ISTHMUS_CONFIG"  # path of the file where no flag gives one
 _MAX_FILE_BYTES = 1 << 20
+_MAX_WRITTEN_OUT = 2 * _MAX_FILE_BYTES  # with aliases written out; no file without them has more
 _MAX_DEPTH = 64
 _BRACKET = re.compile(r"[\[\]{}]")
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -45,7 +46,36 @@ class FieldDoc:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error instead of a silent choice."""
+    """YAML in which a key given twice is an error, and aliases cannot grow without end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # characters and values, levels
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if not is_alias:
+            self._extents[node] = self._extent(node)
+        elif node not in self._extents:  # what it stands for is still being read
+            raise ConfigError(f"line {node.start_mark.line + 1}: a value holds itself")
+        return node
+
+    def _extent(self, node: yaml.Node) -> tuple[int, int]:
+        """Say how much there is with every alias written out, from what it is made of."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value), 1
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        extents = [self._extents[part] for part in parts]
+        size = 1 + sum(size for size, _ in extents)
+        levels = 1 + max((levels for _, levels in extents), default=0)
+        if size > _MAX_WRITTEN_OUT or levels > _MAX_DEPTH:
+            raise ConfigError(f"line {node.start_mark.line + 1}: too much, or nested too deep")
+        return size, levels
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()

@@ -73,6 +73,13 @@ def test_lists_come_comma_separated_from_the_environment() -> None:
     assert config.transfer.planes == ("zmq", "memfd")
 
 
+def aliases(value: str, num: int) -> str:
+    """A file whose every line is made of the line before it."""
+    return "a0: &a0 {x: y}\n" + "".join(
+        f"a{i}: &a{i} {value.format(f'*a{i - 1}')}\n" for i in range(1, num)
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -84,6 +91,11 @@ def test_lists_come_comma_separated_from_the_environment() -> None:
         ("- a\n", "must hold sections"),
         ("router: {\n", "not valid YAML"),
         ("x: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+        ("a: &a [*a]\n", "line 1: a value holds itself"),
+        ("a: &a {b: *a}\n", "line 1: a value holds itself"),
+        (aliases("[{0},{0},{0},{0},{0},{0},{0},{0}]", 9), "line 8: too much"),
+        (aliases("{{<<: [{0},{0},{0},{0},{0},{0},{0},{0}]}}", 9), "line 8: too much"),
+        (aliases("[{0}]", 99), "nested too deep"),
         ("transfer:\n  planes: []\n", "transfer.planes"),
         ("transfer:\n  verify_digest: never\n", "transfer.verify_digest"),
         ("transfer:\n  zmq_advertise: somewhere\n", "transfer.zmq_advertise"),
