@@ -663,7 +663,13 @@ class PolicySpec(PolicySection):
 class Metadata(PolicySection):
     """Name of the policy."""
 
-    name: str = setting(..., "name of the policy", public=True, min_length=1, max_length=253)
+    name: str = setting(
+        ...,
+        "name of the policy",
+        public=True,
+        max_length=253,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+    )
     namespace: str = setting("default", "of Kubernetes", public=True, min_length=1, max_length=63)
     labels: dict[str, str] = setting({}, "for Kubernetes, read by nothing here", max_length=64)
     annotations: dict[str, str] = setting({}, "likewise", max_length=64)

@@ -60,11 +60,16 @@ class PolicyFaults(ConfigError):
 
     def __init__(self, where: str, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
-        lines = [f"{where}: {f.path}: {f.message}" if f.path else f"{where}: {f.message}"
-                 for f in faults[:_MAX_TOLD]]  # fmt: skip
+        told = [f"{f.path}: {f.message}" if f.path else f.message for f in faults[:_MAX_TOLD]]
+        lines = [f"{where}: {_on_one_line(line)}" for line in told]
         if len(faults) > _MAX_TOLD:
             lines.append(f"{where}: and {len(faults) - _MAX_TOLD} more")
         super().__init__("\n".join(lines))
+
+
+def _on_one_line(text: str) -> str:
+    """Write out what is not printable: keys and values are anybody's."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def load_policy(path: Path) -> PoolAutoscalingPolicy:

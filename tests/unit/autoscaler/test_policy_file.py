@@ -404,6 +404,19 @@ def test_many_faults_are_counted_and_not_all_told() -> None:
     assert str(raised.value).splitlines()[-1] == "f: and 154 more"
 
 
+def test_a_fault_is_one_line_whatever_the_file_calls_itself() -> None:
+    with pytest.raises(PolicyFaults) as raised:
+        parse_policy(made({"spec.wrong\x1b[2J\nok: p": 1, "spec.mode": "Au\nto"}), "p.yaml")
+    lines = str(raised.value).split("\n")
+    assert len(lines) == len(raised.value.faults) == 2
+    assert all(line.isprintable() and line.startswith("p.yaml: spec.") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["a b", "a\nb", "\x1b[2J", "Chat", "-a", "a.", "a..b", ""])
+def test_a_name_is_one_that_kubernetes_takes(name: str) -> None:
+    assert list(faults_of({"metadata.name": name})) == ["metadata.name"]
+
+
 def test_files_are_bounded_and_keys_are_there_once(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     for content, fault in (
