@@ -9,8 +9,15 @@ from loadtest.plots import numbers
 from loadtest.plots.markup import printable
 from loadtest.report.curves import scenario_name
 from loadtest.report.figure_names import figure_rows
-from loadtest.report.parts import NONE, optional, share_name
-from loadtest.result import CompareResult, Distribution, Interval, RunResult, SearchResult
+from loadtest.report.parts import NONE, fault_name, optional, share_name
+from loadtest.result import (
+    CompareResult,
+    Distribution,
+    FaultOutcome,
+    Interval,
+    RunResult,
+    SearchResult,
+)
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#!~&$@])")
 
@@ -43,9 +50,20 @@ def _run(result: RunResult) -> str:
         for check in sorted(result.checks, key=lambda check: check.is_ok)
     ]
     lines += [f"* {word}: {_safe(message)}" for word, message in told]
+    lines += [f"* {_safe(_fault(fault))}" for fault in result.faults]
     lines += [f"* note: {_safe(note)}" for note in result.notes]
     lines += ["", _safe(f"Seed {result.seed}, commit {result.commit}, {result.started_at}."), ""]
     return "\n".join(lines)
+
+
+def _fault(fault: FaultOutcome) -> str:
+    if fault.failure:
+        return f"not brought: {fault_name(fault)}: {fault.failure}"
+    back, held = optional("_s", fault.back_s), optional("_s", fault.recovery_s)
+    return (
+        f"{fault_name(fault)} at {numbers.figure('_s', fault.at_s)}: ready again after {back}, SLO "
+        f"held again after {held}; {fault.num_failed} of {fault.num_requests} requests failed"
+    )
 
 
 def _latencies(distributions: Mapping[str, Distribution]) -> list[str]:

@@ -11,7 +11,7 @@ import yaml
 from loadtest.plots import numbers
 from loadtest.plots.markup import Markup, join, tag
 from loadtest.report.style import STYLE
-from loadtest.result import Check, Distribution, Interval, Percentile
+from loadtest.result import Check, Distribution, FaultOutcome, Interval, Percentile
 
 # Nothing is fetched and nothing runs, whatever a page was made from.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -202,6 +202,12 @@ def _distribution_row(name: str, found: Distribution, shares: Sequence[float]) -
 def optional(name: str, value: float | None) -> str:
     """Write a figure that may be missing."""
     return NONE if value is None else numbers.figure(name, value)
+
+
+def fault_name(fault: FaultOutcome) -> str:
+    """Say what was done to whom."""
+    how_long = "" if fault.for_s is None else f" for {fault.for_s:g} s"
+    return f"{fault.action} {fault.process}{how_long}"
 
 
 def interval(share: Interval) -> str:

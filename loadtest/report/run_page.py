@@ -32,7 +32,6 @@ from loadtest.report.figure_names import figure_rows
 from loadtest.report.parts import NONE, Tile
 from loadtest.result import (
     Distribution,
-    FaultOutcome,
     Group,
     RunResult,
     StageBand,
@@ -219,7 +218,7 @@ def _faults(result: RunResult) -> Markup:
     headers = ["", "at", "ready again after", "SLO held again after", "requests", "failed"]
     rows = [
         [
-            _fault_name(fault),
+            parts.fault_name(fault),
             numbers.figure("_s", fault.at_s),
             fault.failure or parts.optional("_s", fault.back_s),
             parts.optional("_s", fault.recovery_s),
@@ -229,11 +228,6 @@ def _faults(result: RunResult) -> Markup:
         for fault in result.faults
     ]
     return parts.table("Faults: each with the requests until the next one", headers, rows)
-
-
-def _fault_name(fault: FaultOutcome) -> str:
-    how_long = "" if fault.for_s is None else f" for {fault.for_s:g} s"
-    return f"{fault.action} {fault.process}{how_long}"
 
 
 _MIN_POINTS = 3

@@ -81,7 +81,9 @@ def test_a_run_tells_errors_recovery_and_tokens() -> None:
     page = report_page(run)
     assert "kill decode-1" in page
     assert "freeze router-0 for 2 s" in page
-    assert "the longest" in summary(run)
+    told = summary(run)
+    assert "the longest" in told
+    assert "* kill decode-1 at 10 s: ready again after 4 s, SLO held again after 10 s; 5 of" in told
 
 
 def test_a_lost_token_fails_the_run_with_or_without_faults() -> None:
