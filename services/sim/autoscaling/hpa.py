@@ -53,6 +53,8 @@ class Hpa:
             metric: summed over replicas.
         """
         config = self.config
+        if not self.wishes:
+            self.wishes.append((now, current))  # what it finds counts as asked for
         wish = proposal(metric, config.target, current, config.tolerance)
         wish = min(max(wish, config.min_replicas), config.max_replicas)
         size = self.limited(now, current, self.stabilized(now, current, wish))
@@ -66,9 +68,10 @@ class Hpa:
         config = self.config
         longest_s = max(config.up_window_s, config.down_window_s)
         self.wishes = [(at, size) for at, size in self.wishes if at > now - longest_s]
+        up_s, down_s = now - config.up_window_s, now - config.down_window_s
+        least = min([wish, *(size for at, size in self.wishes if at > up_s)])
+        most = max([wish, *(size for at, size in self.wishes if at > down_s)])
         self.wishes.append((now, wish))
-        least = min(size for at, size in self.wishes if at == now or at > now - config.up_window_s)
-        most = max(size for at, size in self.wishes if at == now or at > now - config.down_window_s)
         return min(max(current, least), most)
 
     def limited(self, now: float, current: int, wish: int) -> int:

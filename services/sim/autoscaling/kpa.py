@@ -40,6 +40,11 @@ class Kpa:
     panic_size: int = 0  # the most asked for in this panic
     delayed: list[tuple[float, int]] = field(default_factory=list)  # when, how many
 
+    def begin(self, now: float, num_ready: int) -> None:
+        """Begin in panic where more than one serve: they are kept until something is known."""
+        self.panicked_at = now if num_ready > 1 else None
+        self.panic_size = num_ready
+
     def desired(self, now: float, num_ready: int, stable: float, panic: float) -> int:
         """Return the size wanted now, before the least and the most that are allowed.
 
@@ -88,6 +93,8 @@ class KpaPools:
         sizes = {}
         for name, (kpa, gauge) in self.pools.items():
             pool, config = seen.pools[name], kpa.config
+            if name not in self._samples:
+                kpa.begin(seen.now, pool.num_live)
             samples = self._samples.setdefault(name, deque())
             samples.append((seen.now, gauge(pool)))
             while samples[0][0] <= seen.now - config.stable_window_s:

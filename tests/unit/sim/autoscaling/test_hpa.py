@@ -128,6 +128,13 @@ def test_windows_hold_wishes_back(
     assert one.stabilized(10_000.0, current, wish) == stable
 
 
+def test_the_size_it_finds_counts_as_asked_for() -> None:
+    """Documentation: a controller that starts does not shrink before its window is over."""
+    one = Hpa(HpaConfig(target=1.0))
+    assert [one.desired(now, 8, 1.0) for now in (0.0, 150.0, 299.0)] == [8, 8, 8]
+    assert one.desired(301.0, 8, 1.0) == 1
+
+
 def test_least_and_most_bound_every_wish() -> None:
     one = Hpa(HpaConfig(target=1.0, min_replicas=2, max_replicas=6, down_window_s=0.0))
     assert one.desired(15.0, 3, 100.0) == 6

@@ -106,6 +106,14 @@ def test_a_delay_holds_the_largest_of_its_window() -> None:
         assert one.desired(float(now), 1, load, load) == wanted, now
 
 
+@pytest.mark.parametrize(("num_ready", "is_panic"), [(0, False), (1, False), (2, True)])
+def test_begins_in_panic_with_more_than_one(num_ready: int, is_panic: bool) -> None:
+    """TestStartInPanicMode."""
+    one = kpa(100)
+    one.begin(5.0, num_ready)
+    assert (one.panicked_at == 5.0, one.panic_size) == (is_panic, num_ready)
+
+
 def state(in_queue: int, num_live: int) -> PoolState:
     """Describe a pool."""
     return PoolState(num_live, 0, 0, 0, in_queue, 0, 0, 1)
