@@ -35,6 +35,7 @@ COLUMNS = (
 )  # fmt: skip
 _MOST_HOURS = {SINE: 1.3} | dict.fromkeys(TRACED, 1.25)
 _MOST_OVERSHOOT = 1.5
+_FEWER = 0.9999  # of what a peer has at equal hours: as many is not fewer
 _NUM_TRIES = 6  # of a target
 _WIDEST, _NARROWEST = 64.0, 1 / 64  # multiples of a target that are tried
 _NEAR = 0.03  # hours that far apart are equal
@@ -143,13 +144,12 @@ def _bars(case: Case, outcomes: dict[str, Outcome]) -> list[Bar]:
     bars = [
         Bar(f"in time, {name}", round(mine.attainment, 4), GOAL, ">="),
         Bar(f"hours to the oracle's, {name}", ratio, _MOST_HOURS[name], "<="),
-        Bar(f"turns within a window, {name}", mine.turns, 1, "<="),
     ]
     for who in (HPA, KPA):
         if who + EQUAL in outcomes:
-            theirs = round(outcomes[who + EQUAL].violating_s, 1)
-            late_s = round(mine.violating_s, 1)
-            bars.append(Bar(f"violating request-seconds, {who}, {name}", late_s, theirs, "<="))
+            theirs = outcomes[who + EQUAL].violating_s
+            ratio = round(mine.violating_s / theirs, 4) if theirs else 1.0
+            bars.append(Bar(f"violating request-seconds to {who}'s, {name}", ratio, _FEWER, "<="))
     return bars
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.bench import autoscaler as bench
 from services.bench import autoscaler_cases, autoscaler_run
-from services.bench.autoscaler import OURS, ROWS, as_table, run_loads
+from services.bench.autoscaler import ROWS, as_table, run_loads
 from services.bench.autoscaler_cases import DENSE, FAST, SINE, STEP, Case, shipped_policy, traced
 from services.bench.autoscaler_run import (
     GOAL,
@@ -91,7 +91,7 @@ def test_recorded_load_brings_the_peers_at_equal_hours(trace: Path) -> None:
     assert [row.split(" | ")[1] for row in as_table(result).splitlines()[2:]] == list(ROWS)
     late = [bar for bar in result.bars if bar.name.startswith("violating")]
     assert len(late) == 2
-    assert all(bar.value == result.figures[f"{FAST}.{OURS}.violating_request_s"] for bar in late)
+    assert all(bar.bar < 1 for bar in late)  # as many is not fewer
 
 
 def test_a_dense_trace_has_ten_of_each_and_a_fast_one_a_tenth_of_the_time(trace: Path) -> None:
