@@ -130,7 +130,7 @@ class Controller:
         seen = self._book.observe(policy.spec, sources, now)
         before = self._kept
         decision, state = decide(policy.spec, seen, before.state, now)
-        drains = self._drains(policy, decision, told, now)
+        drains = self._drains(policy, decision, told, read, now)
         kept = after_tick(before, decision, state, drains)
         status = status_of(policy, seen, decision, kept)
         brief = brief_of(policy, seen, decision, parts.clock.unix_ms())
@@ -158,11 +158,15 @@ class Controller:
         policy: PoolAutoscalingPolicy,
         decision: Decision,
         told: Mapping[str, Sequence[Replica]],
+        read: Read,
         now: float,
     ) -> tuple[Drain, ...]:
         """Return the drains under way, those of this tick included."""
         pools = {pool.name: pool for pool in policy.spec.pools}
-        drains = {drain.replica_id: drain for drain in still_there(self._kept.drains, told)}
+        known = still_there(
+            self._kept.drains, told, {worker.worker_id for worker in read.workers}, now
+        )
+        drains = {drain.replica_id: drain for drain in known}
         if not decision.is_acted_on:
             return tuple(drains.values())
         if self._is_fresh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.autoscaler.decision import Decision
 from services.autoscaler.observation import Replica, ReplicaState
@@ -22,6 +22,7 @@ class Drain:
     began_at: float
     deadline_at: float
     on_deadline: OnDeadline
+    missed_since: float | None = None  # its worker has no lease; None = it had one at the last tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,27 @@ def adopted(
 
 
 def still_there(
-    drains: Sequence[Drain], told: Mapping[str, Sequence[Replica]]
+    drains: Sequence[Drain],
+    told: Mapping[str, Sequence[Replica]],
+    workers: Collection[str],
+    now: float,
 ) -> tuple[Drain, ...]:
-    """Forget those whose replicas have gone."""
+    """Forget those whose replicas have gone; note since when the others' workers are missed.
+
+    Args:
+        drains: those known so far.
+        told: by pool, what the driver says.
+        workers: ids of those that hold a lease.
+        now: the moment.
+    """
     left = {replica.replica_id for replicas in told.values() for replica in replicas}
-    return tuple(drain for drain in drains if drain.replica_id in left)
+    return tuple(
+        replace(drain, missed_since=None)
+        if drain.replica_id in workers
+        else replace(drain, missed_since=now if drain.missed_since is None else drain.missed_since)
+        for drain in drains
+        if drain.replica_id in left
+    )
 
 
 def due(
@@ -87,7 +104,7 @@ def due(
             reason = "empty"
         elif now >= drain.deadline_at:
             reason = "deadline"
-        elif worker is None and now - drain.began_at > LOST_S:
+        elif drain.missed_since is not None and now - drain.missed_since > LOST_S:
             reason = "lost"
         else:
             continue

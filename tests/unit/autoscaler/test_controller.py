@@ -315,6 +315,30 @@ async def test_replica_that_drains_for_a_controller_that_left_nothing_is_taken_o
     assert (victim,) in rig.did("stop")
 
 
+async def test_draining_replica_is_stopped_only_once_its_lease_is_missed_for_long() -> None:
+    """RB-105: a heartbeat that comes late must not end answers that are being written."""
+    rig = Rig(size=2)
+    rig.reader.held = dict.fromkeys(rig.driver.ids("decode"), 1)
+    controller, original, missed = rig.controller(), rig.reader.read, set[str]()
+
+    async def late(now: float) -> Any:
+        read = await original(now)
+        return replace(read, workers=tuple(w for w in read.workers if w.worker_id not in missed))
+
+    rig.reader.read = late  # type: ignore[method-assign]  # a moment of the test's own
+    await rig.ticks(controller, 10)
+    (victim,) = rig.driver.ids("decode", DRAINING)
+    for _ in range(2):
+        missed.add(victim)
+        await rig.ticks(controller, 2)
+        missed.clear()
+        await rig.ticks(controller)
+    assert (victim,) not in rig.did("stop")
+    missed.add(victim)
+    await rig.ticks(controller, 4)
+    assert (victim,) in rig.did("stop")
+
+
 async def test_replica_that_an_operator_drains_is_left_alone() -> None:
     """It is out of service by somebody's will, and may come back."""
     rig = Rig(size=2)
