@@ -18,6 +18,7 @@ from services.autoscaler.leadership import Lease
 from services.autoscaler.observation import Observation, Replica
 from services.autoscaler.policy import PoolAutoscalingPolicy
 from services.autoscaler.policy_status import PolicyStatus
+from services.autoscaler.profile import Profile
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import Read, SignalReader
 from services.autoscaler.signals import SignalBook, Sources
@@ -43,6 +44,8 @@ class Parts:
     clock: EpochClock
     metrics: Metrics
     record: DecisionLog | None = None
+    # Of the policy, where it names one.
+    profile: Callable[[], Profile | None] = lambda: None
     # Where a status is shown besides the store.
     on_status: Callable[[PolicyStatus], None] | None = None
 
@@ -127,7 +130,7 @@ class Controller:
         sources = Sources(
             read.routers, read.workers, told, read.external, parts.driver.capabilities.can_flip
         )
-        seen = self._book.observe(policy.spec, sources, now)
+        seen = self._book.observe(policy.spec, sources, now, parts.profile())
         before = self._kept
         decision, state = decide(policy.spec, seen, before.state, now)
         drains = self._drains(policy, decision, told, read, now)

@@ -15,9 +15,10 @@ from services.autoscaler.controller import Controller, Parts
 from services.autoscaler.driver import Driver, DriverError
 from services.autoscaler.epoch_clock import EpochClock
 from services.autoscaler.leadership import Lease
-from services.autoscaler.policy import PoolAutoscalingPolicy
+from services.autoscaler.policy import PoolAutoscalingPolicy, PredictiveMode
 from services.autoscaler.policy_file import load_policy
 from services.autoscaler.predictors import check_predictor
+from services.autoscaler.profile import Profile
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import External, SignalReader
 from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
@@ -42,6 +43,7 @@ log = get_logger(__name__)
 _NAME = "grpc.ssl_target_name_override"
 
 # Makes the driver of a policy: calls to workers, the controller's clock.
+ReadProfile = Callable[[str], Profile]  # by its name; raises ConfigError
 MakeDriver = Callable[[PoolAutoscalingPolicy, WorkerCalls, EpochClock], Driver]
 
 
@@ -51,6 +53,7 @@ class Options:
 
     policy: Path
     make_driver: MakeDriver
+    read_profile: ReadProfile
     external: External | None = None
     record: Path | None = None
     host: str = "127.0.0.1"
@@ -95,11 +98,23 @@ def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
     return dial
 
 
-def _read(path: Path) -> PoolAutoscalingPolicy:
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A policy, and the profile that it names."""
+
+    policy: PoolAutoscalingPolicy
+    profile: Profile | None
+
+
+def read_followed(options: Options) -> Followed:
     """Read a policy that can be followed with what is installed here; raises ConfigError."""
-    policy = load_policy(path)
-    check_predictor(policy.spec.predictive)
-    return policy
+    policy = load_policy(options.policy)
+    predictive = policy.spec.predictive
+    check_predictor(predictive)
+    named = predictive.capacity_model.profile_ref
+    if named is None or predictive.mode is PredictiveMode.OFF:
+        return Followed(policy, None)
+    return Followed(policy, options.read_profile(named.name))
 
 
 class _AutoscalerProcess:
@@ -111,7 +126,7 @@ class _AutoscalerProcess:
         self._options = options
         self._metrics = Metrics.enabled()
         self._metrics_server: MetricsServer | None = None
-        policy = WatchedFile("--policy", (options.policy,), lambda: _read(options.policy), clock)
+        followed = WatchedFile("--policy", (options.policy,), lambda: read_followed(options), clock)
         namespace = namespace_of(read_manifest(model_dir).weights_digest)
         self._registry = RedisRegistryReader(store_address(config.store), namespace, clock)
         scaling = ScalingStore(Keys(namespace), self._registry.run)
@@ -119,16 +134,17 @@ class _AutoscalerProcess:
         dial = dial_workers(config, clock)
         self._calls = WorkerCalls(dial)
         epoch = EpochClock(clock)
-        self._driver = options.make_driver(policy.get(), WorkerCalls(dial), epoch)
+        self._driver = options.make_driver(followed.get().policy, WorkerCalls(dial), epoch)
         self._controller = Controller(
             Parts(
-                policy=policy.get,
+                policy=lambda: followed.get().policy,
                 reader=SignalReader(self._registry, scaling, self._calls, options.external),
                 driver=self._driver,
                 lease=Lease(scaling, secrets.token_hex(8), clock),
                 clock=epoch,
                 metrics=self._metrics,
                 record=None if options.record is None else DecisionLog(options.record),
+                profile=lambda: followed.get().profile,
             )
         )
         self._health = health.aio.HealthServicer()

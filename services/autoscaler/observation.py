@@ -63,7 +63,7 @@ class PoolSeen:
     work_tokens: int = 0  # done by ready, warm replicas since the tick before: prompts or outputs
     busy_s: float = 0.0  # worker-seconds they took for it
     # One replica's by the profile that the policy names: prefill without a pause, decode as full as
-    # its target says.
+    # the SLO's ITL allows.
     profile_tokens_s: float | None = None
 
 

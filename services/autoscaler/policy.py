@@ -569,7 +569,13 @@ class CapacityCorrection(PolicySection):
 class ProfileRef(PolicySection):
     """A stored performance model."""
 
-    name: str = setting(..., "name of a performance model", public=True, min_length=1)
+    name: str = setting(
+        ...,
+        "NAME.json beside the policy file, as `isthmus profile` writes it, or else a model that "
+        "comes with isthmus",
+        public=True,
+        min_length=1,
+    )
 
 
 class CapacityModel(PolicySection):

@@ -54,12 +54,13 @@ def _slo_notes(path: str, pool: Pool, spec: PolicySpec) -> Iterator[Fault]:
 
 
 def _profile_notes(spec: PolicySpec) -> Iterator[Fault]:
-    """A running autoscaler is given no profile yet: its forecast would never set a floor."""
+    """How much decode carries by a profile depends on the gap that is allowed."""
     predictive = spec.predictive
-    if predictive.mode is not PredictiveMode.OFF and predictive.capacity_model.source == "Profile":
+    is_profiled = predictive.capacity_model.source == "Profile"
+    if predictive.mode is not PredictiveMode.OFF and is_profiled and spec.slo.itl is None:
         yield Fault(
             "spec.predictive.capacityModel.source",
-            "profiles are read by `isthmus policy simulate` only: elsewhere nothing is forecast",
+            "without slo.itl a profile says nothing of decode, and nothing is forecast for it",
         )
 
 

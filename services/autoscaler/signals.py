@@ -20,6 +20,7 @@ from services.autoscaler.observation import (
     ReplicaState,
 )
 from services.autoscaler.policy import LatencySlo, MetricType, PolicySpec, Pool, Role
+from services.autoscaler.profile import Lengths, Profile, profiled_tokens_s
 from services.common.log_histogram import MAX_BUCKET, LogHistogram
 
 WINDOW_S = 15.0  # that latencies are looked at over, or three ticks
@@ -145,9 +146,12 @@ class SignalBook:
         self._workers: dict[str, WorkerCounts] = {}
         self._replicas: dict[str, Replica] = {}
         self._counted: dict[str, RouterCounts] = {}  # that the last load ends with
+        self._lengths: Lengths | None = None  # of requests, as long as none came lately
         self._seen_ready: dict[str, float] = {}  # when a replica was last ready by its lease
 
-    def observe(self, policy: PolicySpec, sources: Sources, now: float) -> Observation:
+    def observe(
+        self, policy: PolicySpec, sources: Sources, now: float, profile: Profile | None = None
+    ) -> Observation:
         """Return what is seen at a tick; `now` is not before the one of the last call."""
         self._note_routers(sources.routers, now)
         workers = {worker.worker_id: worker for worker in sources.workers}
@@ -173,6 +177,7 @@ class SignalBook:
             idle_s=min((word.idle_s for word in newest), default=0.0),
             can_flip=sources.can_flip,
         )
+        seen = self._profiled(seen, policy, profile)
         self._workers = workers
         self._seen_ready = {
             replica_id: at
@@ -253,6 +258,19 @@ class SignalBook:
             busy_s += max(0.0, done[1] - done_before[1])
         return tokens, busy_s
 
+    def _profiled(
+        self, seen: Observation, policy: PolicySpec, profile: Profile | None
+    ) -> Observation:
+        """Add what a replica of each pool does by the profile, once a request came."""
+        self._lengths = self._lengths_of_late() or self._lengths
+        if profile is None or self._lengths is None:
+            return seen
+        pools = dict(seen.pools)
+        for pool in policy.pools:
+            pace = profiled_tokens_s(profile, self._lengths, policy, pool.role)
+            pools[pool.name] = replace(pools[pool.name], profile_tokens_s=pace)
+        return replace(seen, pools=pools)
+
     # -- routers -----------------------------------------------------------------------------
 
     def _note_routers(self, words: Iterable[RouterCounts], now: float) -> None:
@@ -330,6 +348,17 @@ class SignalBook:
             measured_at=min(word.measured_at for word in newest),
             span_s=max(spans),
         )
+
+    def _lengths_of_late(self) -> Lengths | None:
+        num_requests = prompts = answers = 0
+        for words in self._routers.values():
+            num_requests += words[-1].num_requests - words[0].num_requests
+            prompts += words[-1].prompt_tokens - words[0].prompt_tokens
+            answers += words[-1].output_tokens - words[0].output_tokens
+        if num_requests <= 0:
+            return None
+        prompt = prompts / num_requests
+        return Lengths(prompt, prompt * self._uncached_share(), answers / num_requests)
 
     def _uncached_share(self) -> float:
         """Return the share of prompt tokens that had to be computed lately; 1 where none ended."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.autoscaler.kuberay_driver import KubeRay
     from services.autoscaler.main import MakeDriver
     from services.autoscaler.policy import PoolAutoscalingPolicy
+    from services.autoscaler.profile import Profile
     from services.autoscaler.ray_driver import LocalRay
     from services.autoscaler.worker_calls import WorkerCalls
     from services.common.config import IsthmusConfig
@@ -116,6 +117,7 @@ def autoscaler(
         Options(
             policy=policy,
             make_driver=make_driver,
+            read_profile=lambda name: read_profile(name, policy.parent),
             external=prometheus_reader(prometheus, policy),
             record=record,
             host=host,
@@ -123,6 +125,24 @@ def autoscaler(
             metrics_port=metrics_port,
         ),
     )
+
+
+def read_profile(name: str, directory: Path) -> Profile:
+    """Read NAME.json beside the policy, or else the model of that name that comes with isthmus."""
+    from services.common.errors import ConfigError
+    from services.sim.autoscaling.profile import Profile
+    from services.sim.performance import read_model, shipped_model, shipped_names
+
+    if name != Path(name).name:
+        raise ConfigError(f"profileRef.name: {name!r} is no plain name")
+    own = directory / f"{name}.json"
+    if own.is_file():
+        return Profile(read_model(own))
+    if name not in shipped_names():
+        raise ConfigError(
+            f"profileRef.name: there is no {own}; `isthmus profile --out {own.name}` writes one"
+        )
+    return Profile(shipped_model(own.name))
 
 
 def _process_driver(control: Path | None) -> MakeDriver:

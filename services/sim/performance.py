@@ -140,6 +140,12 @@ def shipped_model(name: str) -> PerformanceModel:
     return parse_model(found.read_text(encoding="utf-8"), name)
 
 
+def shipped_names() -> list[str]:
+    """Return the names of the models that come with isthmus."""
+    found = (entry.name for entry in (files("services.sim") / "models").iterdir())
+    return sorted(name.removesuffix(".json") for name in found if name.endswith(".json"))
+
+
 def default_model() -> PerformanceModel:
     """Return the model that is meant where none is named."""
     return shipped_model("prototype.json")

@@ -21,6 +21,7 @@ from services.autoscaler.observation import (
     ReplicaState,
 )
 from services.autoscaler.policy import LatencySlo, Pool, PoolAutoscalingPolicy, Role
+from services.autoscaler.profile import Lengths, profiled_tokens_s
 from services.autoscaler.state import State
 from services.common.quantile import nearest_rank
 from services.router.view import DRAINING, LIVE
@@ -129,13 +130,8 @@ class DecidedPools:
         if not self._lengths:
             return None
         isl = self._mean_length(0)
-        if role is Role.PREFILL:
-            return self.profile.prefill_tokens_s(isl)
-        slo = self.policy.spec.slo.itl
-        if slo is None:
-            return None
-        context = isl + self._mean_length(1) / 2
-        return self.profile.decode_tokens_s(slo.target_milliseconds / 1000, context)
+        lengths = Lengths(prompt=isl, computed=isl, answer=self._mean_length(1))
+        return profiled_tokens_s(self.profile, lengths, self.policy.spec, role)
 
     def _mean_length(self, which: int) -> float:
         lengths = [length[which] for length in self._lengths]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -254,3 +255,41 @@ def test_serving_replica_whose_lease_is_missing_for_a_moment_serves_on() -> None
 def test_held_requests_of_all_routers_are_summed_and_the_busiest_says_how_idle() -> None:
     seen = Rig().look(5.0, word(5.0, "r0", num_held=2, idle_s=90.0), word(5.0, "r1", num_held=1))
     assert (seen.num_held, seen.idle_s) == (3, 0.0)
+
+
+class Rounded:
+    """A profile whose answers tell what was asked."""
+
+    def prefill_tokens_s(self, isl: float) -> float:
+        return isl
+
+    def decode_tokens_s(self, itl_s: float, context: float) -> float:
+        return context + itl_s
+
+
+def test_profile_is_asked_for_requests_as_long_as_those_of_late() -> None:
+    rig = Rig()
+    rig.spec = make_policy(slo={"itl": {"percentile": "p95", "targetMilliseconds": 500}}).spec
+    rig.look(0.0, word(0.0))
+    later = word(
+        5.0, num_requests=4, prompt_tokens=800, ended_prompt_tokens=800, ended_cached_tokens=200,
+        output_tokens=400,
+    )  # fmt: skip
+
+    def paces(now: float, *routers: RouterCounts) -> tuple[float | None, float | None]:
+        sources = Sources(routers, rig.workers, rig.replicas)
+        pools = rig.book.observe(rig.spec, sources, now, Rounded()).pools
+        return pools["prefill"].profile_tokens_s, pools["decode"].profile_tokens_s
+
+    assert paces(5.0, later) == (150.0, 200.0 + 100.0 / 2 + 0.5)
+    idle = replace(later, measured_at=200.0)
+    assert paces(200.0, replace(later, measured_at=100.0)) == paces(300.0, idle)  # as before
+    rig.spec = make_policy().spec
+    assert paces(301.0, idle) == (150.0, None)
+
+
+def test_profile_says_nothing_before_a_request_came() -> None:
+    rig = Rig()
+    sources = Sources((word(0.0),), rig.workers, rig.replicas)
+    seen = rig.book.observe(rig.spec, sources, 0.0, Rounded())
+    assert seen.pools["prefill"].profile_tokens_s is None

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 
 from services.autoscaler.deployment_driver import DeploymentDriver
+from services.autoscaler.driver import Driver
 from services.autoscaler.epoch_clock import EpochClock
+from services.autoscaler.main import Options, read_followed
 from services.autoscaler.policy_file import EXAMPLE, load_policy
 from services.autoscaler.worker_calls import WorkerCalls
 from services.cli import exits
-from services.cli.autoscaler_command import _deployment_driver
+from services.cli.autoscaler_command import _deployment_driver, read_profile
 from services.cli.main import run
 from services.common.clock import ManualClock
 from services.common.errors import ConfigError
+from tests.support.scaling_policy import policy_values
 
 URL, SPACE = "http://127.0.0.1:8001", "serving"
 ASKED = ("autoscaler", "--policy", str(EXAMPLE), "--driver", "deployment")
@@ -47,6 +54,50 @@ def test_every_pool_of_the_policy_has_its_deployment() -> None:
     driver = make(policy, WorkerCalls(), clock)
     assert isinstance(driver, DeploymentDriver)
     assert driver.capabilities.names_victims
+
+
+def test_profile_is_read_beside_the_policy_or_comes_with_isthmus(tmp_path: Path) -> None:
+    shipped = read_profile("quick_start", tmp_path)
+    assert shipped.prefill_tokens_s(1000) > 0
+    models = files("services.sim") / "models"
+    own = (models / "long_prompts.json").read_text(encoding="utf-8")
+    (tmp_path / "quick_start.json").write_text(own, encoding="utf-8")
+    assert read_profile("quick_start", tmp_path) == read_profile("long_prompts", tmp_path)
+    assert read_profile("quick_start", tmp_path) != shipped
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("h100", "h100.json; `isthmus profile --out h100.json`"), ("../h100", "no plain name")],
+)
+def test_profile_that_is_not_there_is_refused(name: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        read_profile(name, tmp_path)
+
+
+def test_damaged_profile_is_refused_at_its_place(tmp_path: Path) -> None:
+    (tmp_path / "h100.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"h100\.json: format: Field required"):
+        read_profile("h100", tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "is_read"), [("Forecast", True), ("Off", False)])
+def test_profile_that_a_policy_names_is_read_where_it_is_forecast(
+    mode: str, is_read: bool, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.json"
+    named = {"source": "Profile", "profileRef": {"name": "quick_start"}}
+    values = policy_values(predictive={"mode": mode, "capacityModel": named})
+    policy.write_text(json.dumps(values), encoding="utf-8")
+    options = Options(
+        policy, make_driver=_no_driver, read_profile=lambda name: read_profile(name, tmp_path)
+    )
+    expected = read_profile("quick_start", tmp_path) if is_read else None
+    assert read_followed(options).profile == expected
+
+
+def _no_driver(*_: object) -> Driver:
+    raise AssertionError("no driver is needed to read a policy")
 
 
 def test_kuberay_needs_a_ray_to_join(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ def test_lint_notes_what_is_right_and_probably_not_meant(
         tmp_path / "p.yaml",
         pools=values["pools"],
         schedules=schedules,
+        slo={"ttft": values["slo"]["ttft"]},
         predictive={"mode": "Forecast", "capacityModel": PROFILED},
     )
     notes = said(capsys, "lint", str(path)).splitlines()
@@ -83,8 +84,8 @@ def test_lint_notes_what_is_right_and_probably_not_meant(
         "minReplicas is never below 2"
     )
     assert notes[2] == (
-        f"{path}: spec.predictive.capacityModel.source: note: profiles are read by "
-        "`isthmus policy simulate` only: elsewhere nothing is forecast"
+        f"{path}: spec.predictive.capacityModel.source: note: without slo.itl a profile "
+        "says nothing of decode, and nothing is forecast for it"
     )
     assert notes[3].startswith(f"{path}: spec.schedules[1]: note: at ")
     assert notes[3].endswith(
