@@ -101,6 +101,12 @@ class LocalRay:
             if pool is not None:
                 self._add(pool, worker)
 
+    async def host_of(self, replica_id: str) -> str | None:
+        """Return the address of the node a replica runs on; None = Ray has not placed it."""
+        entry = self._entries.get(replica_id)
+        begun = None if entry is None else entry.worker.begun
+        return None if begun is None else begun.host
+
     async def start(self, pool: str, count: int) -> None:
         """Ask Ray for so many more actors; they may be pending until there is room."""
         await self._on_thread(lambda: self._start(pool, count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from services.autoscaler.deployment_driver import DeploymentDriver
     from services.autoscaler.epoch_clock import EpochClock
     from services.autoscaler.kube_api import KubeApi
-    from services.autoscaler.kuberay_driver import KubeRay
+    from services.autoscaler.kuberay_driver import KubeRay, KubeRayDirect
     from services.autoscaler.main import MakeDriver
     from services.autoscaler.policy import PoolAutoscalingPolicy
     from services.autoscaler.profile import Profile
@@ -32,6 +33,7 @@ class DriverName(StrEnum):
     deployment = "deployment"  # Kubernetes, a Deployment for each pool
     ray = "ray"  # actors of ray.namespace at ray.address
     kuberay = "kuberay"  # the same, whose nodes are pods that Ray's own autoscaler sizes
+    kuberay_direct = "kuberay-direct"  # whose pods are sized here, by the resource of the cluster
 
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="PoolAutoscalingPolicy, YAML or JSON.")]
@@ -57,8 +59,15 @@ def autoscaler(
         str, typer.Option(help="URL of `kubectl proxy`; left out: the account of our own pod.")
     ] = "",
     namespace: Annotated[
-        str, typer.Option(help="Of the Deployments; left out: our own pod's.")
+        str, typer.Option(help="Of what is driven there; left out: our own pod's.")
     ] = "",
+    ray_cluster: Annotated[
+        str, typer.Option(help="Name of the RayCluster (driver kuberay-direct).")
+    ] = "",
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help="POOL=NAME of its worker group, for each pool (driver kuberay-direct)."),
+    ] = None,
     worker_port: Annotated[
         int, typer.Option(min=1, max=65_535, help="gRPC port of workers (driver deployment).")
     ] = 7000,
@@ -105,6 +114,9 @@ def autoscaler(
         make_driver = _ray_driver(loaded)
     elif driver is DriverName.kuberay:
         make_driver = _kuberay_driver(loaded)
+    elif driver is DriverName.kuberay_direct:
+        api = _kube_api(kubernetes, namespace)
+        make_driver = _kuberay_direct_driver(loaded, api, ray_cluster, group or [])
     else:
         make_driver = _deployment_driver(deployment or [], kubernetes, namespace, worker_port)
     set_up_logs(loaded, {"policy": str(policy)})
@@ -155,7 +167,7 @@ def _process_driver(control: Path | None) -> MakeDriver:
     )
 
 
-def _ray_driver(config: IsthmusConfig) -> MakeDriver:
+def _ray_driver(config: IsthmusConfig) -> Callable[..., LocalRay]:
     from services.autoscaler.process_driver import roles_of
     from services.autoscaler.ray_driver import LocalRay
     from services.cli.up_ray import check_node_address, ray_pools
@@ -196,34 +208,61 @@ def _kuberay_driver(config: IsthmusConfig) -> MakeDriver:
     return make
 
 
+def _kuberay_direct_driver(
+    config: IsthmusConfig, api: KubeApi, cluster: str, group: list[str]
+) -> MakeDriver:
+    from services.autoscaler.kuberay_driver import KubeRayDirect
+
+    if not cluster:
+        raise typer.BadParameter("the driver kuberay-direct needs --ray-cluster")
+    names, make_actors = _by_pool(group, "--group"), _ray_driver(config)
+
+    def make(policy: PoolAutoscalingPolicy, calls: WorkerCalls, clock: EpochClock) -> KubeRayDirect:
+        _check_pools(policy, names, "--group")
+        actors = make_actors(policy, calls, clock)
+        return KubeRayDirect(actors, api, cluster, names, actors.host_of)
+
+    return make
+
+
 def _deployment_driver(
     deployment: list[str], kubernetes: str, namespace: str, worker_port: int
 ) -> MakeDriver:
-    from services.common.errors import ConfigError
-
-    try:
-        from services.autoscaler.deployment_driver import DeploymentDriver
-    except ModuleNotFoundError:
-        raise ConfigError("the driver deployment needs isthmus[kubernetes]") from None
-    names = dict(given.split("=", 1) for given in deployment if "=" in given)
-    if len(names) != len(deployment) or not all(names.values()):
-        raise typer.BadParameter("--deployment is POOL=NAME, once for each pool")
-    api = _kube_api(kubernetes, namespace)
+    names, api = _by_pool(deployment, "--deployment"), _kube_api(kubernetes, namespace)
+    from services.autoscaler.deployment_driver import DeploymentDriver
 
     def make(
         policy: PoolAutoscalingPolicy, calls: WorkerCalls, clock: EpochClock
     ) -> DeploymentDriver:
-        pools = {pool.name for pool in policy.spec.pools}
-        if pools != names.keys():
-            told = ", ".join(sorted(pools))
-            raise ConfigError(f"--deployment is needed for each pool of the policy: {told}")
+        _check_pools(policy, names, "--deployment")
         return DeploymentDriver(api, names, calls, clock, worker_port)
 
     return make
 
 
+def _by_pool(given: list[str], flag: str) -> dict[str, str]:
+    names = dict(each.split("=", 1) for each in given if "=" in each)
+    if len(names) != len(given) or not all(names.values()):
+        raise typer.BadParameter(f"{flag} is POOL=NAME, once for each pool")
+    return names
+
+
+def _check_pools(policy: PoolAutoscalingPolicy, names: Mapping[str, str], flag: str) -> None:
+    from services.common.errors import ConfigError
+
+    pools = {pool.name for pool in policy.spec.pools}
+    if pools != names.keys():
+        told = ", ".join(sorted(pools))
+        raise ConfigError(f"{flag} is needed for each pool of the policy: {told}")
+
+
 def _kube_api(url: str, namespace: str) -> KubeApi:
-    from services.autoscaler.kube_api import KubeApi
+    from services.common.errors import ConfigError
+
+    try:
+        from services.autoscaler.kube_api import KubeApi
+    except ModuleNotFoundError:
+        raise ConfigError("drivers of Kubernetes need isthmus[kubernetes]") from None
 
     if not url:
         return KubeApi.in_cluster(namespace=namespace)

@@ -158,11 +158,14 @@ async def test_workers_serve_and_one_that_is_killed_is_gone_at_the_next_tick(
 
     (victim,) = (await driver.replicas())["decode"]
     worker = worker_of(driver, victim.replica_id)
+    assert worker.begun is not None
     assert worker.pid is not None
+    assert await driver.host_of(victim.replica_id) == worker.begun.host
     os.kill(worker.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(worker.pid)] if psutil.pid_exists(worker.pid) else [], 10)
     wait_for(lambda: worker.poll() is not None, 10, "Ray tells of the death")
     assert (await driver.replicas())["decode"] == ()
+    assert await driver.host_of(victim.replica_id) is None
 
     await driver.start("decode", 1)
     await until_ready(rig, driver, 1, 1)

@@ -11,14 +11,22 @@ import pytest
 from services.autoscaler.deployment_driver import DeploymentDriver
 from services.autoscaler.driver import Driver
 from services.autoscaler.epoch_clock import EpochClock
+from services.autoscaler.kube_api import KubeApi
+from services.autoscaler.kuberay_driver import KubeRayDirect
 from services.autoscaler.main import Options, read_followed
 from services.autoscaler.policy_file import EXAMPLE, load_policy
 from services.autoscaler.worker_calls import WorkerCalls
-from services.cli import exits
-from services.cli.autoscaler_command import _deployment_driver, read_profile
+from services.cli import autoscaler_command, exits
+from services.cli.autoscaler_command import (
+    _deployment_driver,
+    _kuberay_direct_driver,
+    read_profile,
+)
 from services.cli.main import run
 from services.common.clock import ManualClock
+from services.common.config import IsthmusConfig
 from services.common.errors import ConfigError
+from tests.support.memory_driver import MemoryDriver
 from tests.support.scaling_policy import policy_values
 
 URL, SPACE = "http://127.0.0.1:8001", "serving"
@@ -43,6 +51,36 @@ def test_what_is_missing_is_told_before_anything_starts(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert run([*ASKED, *flags]) == exits.USAGE
     assert fault in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ((), "needs --ray-cluster"),
+        (("--ray-cluster", "llama", "--group", "prefill"), "--group is POOL=NAME"),
+        (("--ray-cluster", "llama", "--group", "prefill=p"), "needs ray.address"),
+    ],
+)
+def test_what_kuberay_direct_lacks_is_told_before_anything_starts(
+    flags: tuple[str, ...], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--kubernetes", URL, "--namespace", SPACE)
+    asked = ("autoscaler", "--policy", str(EXAMPLE), "--driver", "kuberay-direct")
+    assert run([*asked, *place, *flags]) == exits.USAGE
+    assert fault in " ".join(capsys.readouterr().err.split())
+
+
+def test_every_pool_of_the_policy_has_its_worker_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, clock = load_policy(EXAMPLE), EpochClock(ManualClock())
+    actors = MemoryDriver(ManualClock())
+    monkeypatch.setattr(autoscaler_command, "_ray_driver", lambda _: lambda *_: actors)
+    monkeypatch.setattr(actors, "host_of", None, raising=False)
+    config, api = IsthmusConfig(), KubeApi(URL, SPACE)
+    make = _kuberay_direct_driver(config, api, "llama", ["prefill=p"])
+    with pytest.raises(ConfigError, match="--group is needed for each pool of the policy: decode"):
+        make(policy, WorkerCalls(), clock)
+    make = _kuberay_direct_driver(config, api, "llama", ["prefill=p", "decode=d"])
+    assert isinstance(make(policy, WorkerCalls(), clock), KubeRayDirect)
 
 
 def test_every_pool_of_the_policy_has_its_deployment() -> None:
