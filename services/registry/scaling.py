@@ -12,7 +12,9 @@ from services.registry.scripts import Arg, Invocation, load_script
 
 WORD_MS = 15_000  # a router that said nothing for so long is gone
 MAX_ROUTERS = 1024
-MAX_WORD_BYTES = 256 << 10  # of a router, of a state, of a status; a longer one is not read
+# Of a router, of a state, of a status; a longer one is not read. A router that has seen every
+# latency of as many workers as it tells of stays below.
+MAX_WORD_BYTES = 2 << 20
 
 # A script within so many seconds; raises StoreUnavailable.
 Run = Callable[[Invocation, float], Awaitable[object]]

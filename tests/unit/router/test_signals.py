@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 
-from services.common.log_histogram import LogHistogram
+from services.common.log_histogram import MAX_BUCKET, LogHistogram
+from services.registry.scaling import MAX_WORD_BYTES
 from services.router.signals import MAX_WORKERS, RouterSignals, Waits
 
 NOTHING_WAITS = Waits()
@@ -53,3 +54,15 @@ def _counts(seconds: float) -> list[int]:
     histogram = LogHistogram()
     histogram.add((seconds,))
     return list(histogram.counts)
+
+
+def test_longest_word_is_one_that_is_read() -> None:
+    """Else the autoscaler would be blind to a router of many workers that has run for long."""
+    signals = RouterSignals(last_request_at=0.0)
+    for index in range(MAX_WORKERS + 1):
+        signals.first_token(f"prefill-{index:012}", 0.1)
+    every = dict.fromkeys(range(MAX_BUCKET + 1), 10**8 - 1)
+    for seen in signals._ttft.values():
+        seen.counts.update(every)
+    assert len(signals._ttft) == MAX_WORKERS
+    assert len(signals.word(1 << 62, Waits(), 0.0)) <= MAX_WORD_BYTES
