@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
+from math import ceil
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, ValidationInfo, model_validator
@@ -25,6 +26,8 @@ KIND = "PoolAutoscalingPolicy"
 
 
 MAX_REPLICAS = 10_000
+# Three seasons are kept in the store, and written at every tick.
+MAX_SEASON_INTERVALS = 2_880
 
 FAULTS = "faults"  # type of an error whose context has all faults of one section
 FIELDS_ONLY = "fields only"  # context of a validation that asks no section for faults between them
@@ -602,13 +605,20 @@ class Predictive(PolicySection):
     apply: Literal["AsFloor"] = "AsFloor"
 
     def faults(self) -> Iterator[Fault]:
-        """A season of two measurements at least."""
+        """A season of two measurements at least, and of no more than are kept."""
         season = self.predictor.holt_winters.season_seconds
         is_seasonal = self.predictor.type is PredictorType.HOLT_WINTERS
         if is_seasonal and season < 2 * self.interval_seconds:
             yield Fault(
                 "predictor.holtWinters.seasonSeconds",
                 f"{season} is less than two intervals of {self.interval_seconds} s",
+            )
+        if is_seasonal and season > MAX_SEASON_INTERVALS * self.interval_seconds:
+            least = ceil(season / MAX_SEASON_INTERVALS)
+            yield Fault(
+                "intervalSeconds",
+                f"a season of {season} s has more than {MAX_SEASON_INTERVALS} intervals of "
+                f"{self.interval_seconds} s: {least} or more",
             )
 
 

@@ -65,6 +65,7 @@ def test_the_example_is_right_and_reads_as_written() -> None:
 
 Z = {"enabled": True}
 SHORT = {"seasonSeconds": 100}
+WEEK = {"seasonSeconds": 7 * 86_400}
 POOLS = "spec.pools"
 NEVER: dict[str, object] = {"spec.schedules": []}
 AVERAGE = {"type": "AverageValue", "averageValue": 8}
@@ -316,6 +317,11 @@ CASES: list[tuple[dict[str, object], str, str]] = [
         {"spec.predictive.predictor": {"type": "HoltWinters", "holtWinters": SHORT}},
         "spec.predictive.predictor.holtWinters.seasonSeconds",
         "100 is less than two intervals of 60 s",
+    ),
+    (
+        {"spec.predictive.predictor": {"type": "HoltWinters", "holtWinters": WEEK}},
+        "spec.predictive.intervalSeconds",
+        "a season of 604800 s has more than 2880 intervals of 60 s: 210 or more",
     ),
 ]  # fmt: skip
 
