@@ -19,6 +19,7 @@ from services.autoscaler.policy import PoolAutoscalingPolicy, PredictiveMode
 from services.autoscaler.policy_file import load_policy
 from services.autoscaler.predictors import check_predictor
 from services.autoscaler.profile import Profile
+from services.autoscaler.prometheus import queries_of
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import External, SignalReader
 from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
@@ -42,8 +43,8 @@ log = get_logger(__name__)
 
 _NAME = "grpc.ssl_target_name_override"
 
-# Makes the driver of a policy: calls to workers, the controller's clock.
 ReadProfile = Callable[[str], Profile]  # by its name; raises ConfigError
+# Makes the driver of a policy: calls to workers, the controller's clock.
 MakeDriver = Callable[[PoolAutoscalingPolicy, WorkerCalls, EpochClock], Driver]
 
 
@@ -117,6 +118,28 @@ def read_followed(options: Options) -> Followed:
     return Followed(policy, options.read_profile(named.name))
 
 
+def read_again(options: Options, known: PoolAutoscalingPolicy) -> Followed:
+    """Read an edited policy; ConfigError also where it needs what was only made for the first.
+
+    The driver knows pools by name, and the figures to ask a Prometheus server for were chosen.
+    """
+    followed = read_followed(options)
+    then, now = (
+        {pool.name: pool.role for pool in policy.spec.pools} for policy in (known, followed.policy)
+    )
+    if then != now:
+        raise ConfigError(
+            f"{options.policy}: spec.pools: another name or role needs a restart of the autoscaler"
+        )
+    unasked = queries_of(followed.policy.spec).items() - queries_of(known.spec).items()
+    if unasked:
+        raise ConfigError(
+            f"{options.policy}: spec: figures that were not asked for at the start need a restart "
+            f"of the autoscaler: {', '.join(sorted(name for name, _ in unasked))}"
+        )
+    return followed
+
+
 class _AutoscalerProcess:
     """The phases of one process."""
 
@@ -126,7 +149,10 @@ class _AutoscalerProcess:
         self._options = options
         self._metrics = Metrics.enabled()
         self._metrics_server: MetricsServer | None = None
-        followed = WatchedFile("--policy", (options.policy,), lambda: read_followed(options), clock)
+        policy = read_followed(options).policy
+        followed = WatchedFile(
+            "--policy", (options.policy,), lambda: read_again(options, policy), clock
+        )
         namespace = namespace_of(read_manifest(model_dir).weights_digest)
         self._registry = RedisRegistryReader(store_address(config.store), namespace, clock)
         scaling = ScalingStore(Keys(namespace), self._registry.run)
@@ -134,7 +160,7 @@ class _AutoscalerProcess:
         dial = dial_workers(config, clock)
         self._calls = WorkerCalls(dial)
         epoch = EpochClock(clock)
-        self._driver = options.make_driver(followed.get().policy, WorkerCalls(dial), epoch)
+        self._driver = options.make_driver(policy, WorkerCalls(dial), epoch)
         self._controller = Controller(
             Parts(
                 policy=lambda: followed.get().policy,

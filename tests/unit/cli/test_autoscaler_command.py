@@ -13,7 +13,7 @@ from services.autoscaler.driver import Driver
 from services.autoscaler.epoch_clock import EpochClock
 from services.autoscaler.kube_api import KubeApi
 from services.autoscaler.kuberay_driver import KubeRayDirect
-from services.autoscaler.main import Options, read_followed
+from services.autoscaler.main import Options, read_again, read_followed
 from services.autoscaler.policy_file import EXAMPLE, load_policy
 from services.autoscaler.worker_calls import WorkerCalls
 from services.cli import autoscaler_command, exits
@@ -27,7 +27,7 @@ from services.common.clock import ManualClock
 from services.common.config import IsthmusConfig
 from services.common.errors import ConfigError
 from tests.support.memory_driver import MemoryDriver
-from tests.support.scaling_policy import policy_values
+from tests.support.scaling_policy import make_policy, policy_values
 
 URL, SPACE = "http://127.0.0.1:8001", "serving"
 ASKED = ("autoscaler", "--policy", str(EXAMPLE), "--driver", "deployment")
@@ -132,6 +132,34 @@ def test_profile_that_a_policy_names_is_read_where_it_is_forecast(
     )
     expected = read_profile("quick_start", tmp_path) if is_read else None
     assert read_followed(options).profile == expected
+
+
+_OTHER = {
+    "type": "External",
+    "target": {"type": "Value", "value": 1},
+    "external": {"metric": {"name": "waiting"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"name": "answers"}, "another name or role"),
+        ({"metrics": [_OTHER]}, "not asked for at the start .* waiting"),
+    ],
+)
+def test_an_edit_is_followed_as_far_as_what_was_made_for_the_first_goes(
+    changes: dict[str, object], fault: str, tmp_path: Path
+) -> None:
+    path, known = tmp_path / "policy.json", make_policy()
+    options = Options(path, _no_driver, lambda name: read_profile(name, tmp_path))
+    path.write_text(json.dumps(policy_values({"decode": {"maxReplicas": 7}})), encoding="utf-8")
+    assert read_again(options, known).policy.spec.pools[1].max_replicas == 7
+
+    path.write_text(json.dumps(policy_values({"decode": changes})), encoding="utf-8")
+    assert read_followed(options).policy != known
+    with pytest.raises(ConfigError, match=fault):
+        read_again(options, known)
 
 
 def _no_driver(*_: object) -> Driver:
