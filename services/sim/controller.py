@@ -39,8 +39,8 @@ class PoolState:
     num_live: int
     num_starting: int
     num_draining: int
-    queued_tokens: int  # of prompts, to be computed
-    num_waiting: int  # prompts not begun, and answers without room
+    queued_tokens: int  # of prompts, to be computed; for its prompts that wait at routers, too
+    num_waiting: int  # prompts not begun, those at routers as well, and answers without room
     num_running: int  # prompts and answers under way
     resident_tokens: int
     kv_tokens: int  # that its live workers have room for
@@ -64,7 +64,6 @@ class Observation:
     ttfts_s: Sequence[float] = ()  # of first tokens since then, the wait in queues included
     num_held: int = 0  # requests that wait at routers until anybody can take them
     num_queued: int = 0  # requests that admission lets wait at routers
-    queued_tokens: int = 0  # of their prompts, to be computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from services.router.output_lengths import OutputLengths
 from services.router.policy import REMOTE, STAY, PolicyConfig, RequestFacts, ask_to_take_over
 from services.router.route_desk import HOLD_EVERY_S
 from services.router.view import DRAINING, LIVE
-from services.sim.cluster import AGGREGATED, POOLS, ClusterSpec
+from services.sim.cluster import AGGREGATED, POOLS, PREFILL, ClusterSpec
 from services.sim.controller import Controller, Failure, Observation, Orders
 from services.sim.fleet import DEAD, GONE, STARTING, Fleet, Member
 from services.sim.gate import SimGate
@@ -166,7 +166,14 @@ class World:
         assert self.controller is not None, "ticks are planned for a controller"
         if not self._to_come and not self._open:
             return  # all is over: nothing more depends on the sizes
+        num_queued = sum(gate.num_queued for gate in self._gates)
         states = {pool: self.fleet.state_of(pool) for pool in POOLS}
+        begins = AGGREGATED if self.spec.sizes()[AGGREGATED] else PREFILL
+        states[begins] = replace(
+            states[begins],
+            queued_tokens=states[begins].queued_tokens + sum(g.queued_tokens for g in self._gates),
+            num_waiting=states[begins].num_waiting + num_queued,
+        )
         arrived = self.requests[self._num_seen :]
         seen = Observation(
             self.time.now,
@@ -176,8 +183,7 @@ class World:
             sum(r.uncached_hint or r.prompt_tokens for r in arrived),  # 0 = nobody took it
             tuple(self._ttfts_s),
             len(self._held),
-            sum(gate.num_queued for gate in self._gates),
-            sum(gate.queued_tokens for gate in self._gates),
+            num_queued,
         )
         self._num_seen += len(arrived)
         self._ended.clear()
