@@ -18,6 +18,9 @@ from services.autoscaler.observation import Replica, ReplicaState
 from services.autoscaler.policy import OnDeadline
 from services.runtime.ray_actor import WorkerOrder
 from services.runtime.ray_cluster import Placement, RayCluster, RayWorker, new_name
+from services.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 _T = TypeVar("_T")
 _STOP_GRACE_S = 5.0  # for what a stopped worker has to close; then its process is killed
@@ -167,6 +170,9 @@ class LocalRay:
 
     async def close(self) -> None:
         """End what was to end; the other actors go on, and a later driver takes them over."""
+        if self._lock.locked():
+            log.warning("autoscaler.ray_hangs")
+            return
         await self._on_thread(self._let_go)
 
     def _let_go(self) -> None:
@@ -175,6 +181,10 @@ class LocalRay:
         self._leaving.clear()
 
     async def _on_thread(self, act: Callable[[], _T]) -> _T:
+        # One that was given up runs on; another for each tick would take all threads there are, and
+        # do what was asked for when it no longer is.
+        if self._lock.locked():
+            raise DriverError("Ray has not answered an earlier call yet")
         return await asyncio.to_thread(self._act, act)
 
     def _act(self, act: Callable[[], _T]) -> _T:
