@@ -101,6 +101,8 @@ class Controller:
             now = self._parts.clock.now()
             if taken.state is not None:
                 self._kept = kept_from(taken.state, now)
+                if not self._kept.at:
+                    log.warning("autoscaler.state_unusable", size_bytes=len(taken.state))
             self._book, self._is_fresh = SignalBook(), True
             log.info("autoscaler.leads", token=taken.token, remembers=bool(self._kept.at))
         return lease.left_s > 0

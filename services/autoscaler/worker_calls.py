@@ -13,6 +13,7 @@ from services.autoscaler.driver import DriverError
 from services.pb import worker_pb2, worker_pb2_grpc
 
 STATUS_TIMEOUT_S = 2.0
+_STATUSES_TIMEOUT_S = 4.0  # for all of them: a tick must not be as long as the silent are many
 CALL_TIMEOUT_S = 5.0
 _AT_ONCE = 64  # workers asked at the same time
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
@@ -71,13 +72,13 @@ class WorkerCalls:
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     async def _status(self, address: str) -> worker_pb2.StatusResponse | None:
-        async with self._room:
-            try:
+        try:
+            async with asyncio.timeout(_STATUSES_TIMEOUT_S), self._room:
                 return await self._stub(address).Status(
                     worker_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S
                 )
-            except (grpc.aio.AioRpcError, DriverError):
-                return None
+        except (grpc.aio.AioRpcError, DriverError, TimeoutError):
+            return None
 
     async def _call(self, address: str, call: Callable[[Stub], Awaitable[Answer]]) -> Answer:
         try:

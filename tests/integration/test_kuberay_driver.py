@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from services.autoscaler.kube_api import KubeApi
 from services.autoscaler.kuberay_driver import Bundle, KubeRay, KubeRayDirect
 from services.autoscaler.observation import Replica, ReplicaState
 from services.autoscaler.policy import OnDeadline
+from tests.support.cluster import eventually
 from tests.support.kube_server import NAMESPACE, KubeServer, kube_server
 
 pytestmark = pytest.mark.integration
@@ -132,6 +135,27 @@ async def test_no_actor_is_started_where_ray_could_not_be_told(actors: Actors) -
     with pytest.raises(DriverError, match="cannot change its pool"):
         await driver.flip("decode-2", "prefill")
     assert actors.done == []
+
+
+async def test_nothing_more_is_asked_of_a_ray_that_has_not_answered(actors: Actors) -> None:
+    """Each tick would leave one more thread behind, until none is left for anything else."""
+    goes_on, num_asked = threading.Event(), 0
+
+    def hang(bundles: Sequence[Bundle]) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        goes_on.wait(60)
+
+    driver = KubeRay(actors, {"prefill": [PREFILL], "decode": [DECODE]}, hang)
+    first = asyncio.create_task(driver.replicas())
+    await eventually(lambda: num_asked == 1)
+    for _ in range(3):
+        with pytest.raises(DriverError, match="not answered an earlier request"):
+            await driver.replicas()
+    goes_on.set()
+    await first
+    await driver.replicas()
+    assert num_asked == 2
 
 
 # -- it is off ----------------------------------------------------------------------------------
