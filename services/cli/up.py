@@ -278,9 +278,13 @@ class _Run:
         from services.autoscaler.policy_file import load_policy
         from services.autoscaler.process_driver import roles_of
         from services.autoscaler.prometheus import prometheus_reader
+        from services.cli.up_view import policy_line
 
-        roles_of(load_policy(self.policy).spec)
+        policy = load_policy(self.policy).spec
+        roles_of(policy)
         prometheus_reader(self.prometheus, self.policy)
+        if line := policy_line(policy):
+            typer.echo(line, err=True)
 
     @property
     def _is_on_cluster(self) -> bool:

@@ -17,6 +17,8 @@ from services.pb import worker_pb2, worker_pb2_grpc
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from services.autoscaler.policy import PolicySpec
+
 _REFRESH_S = 1.0
 _STATUS_TIMEOUT_S = 0.8
 _TAIL_LINES = 12
@@ -276,6 +278,16 @@ def starting_line(units: Sequence[Unit]) -> str:
     kinds = Counter(unit.plan.role for unit in units)
     words = [f"{count} {role}" for role, count in kinds.items()]
     return f"starting {', '.join(words)} ..."
+
+
+def policy_line(policy: PolicySpec) -> str | None:
+    """Say where a policy resizes nothing: its pools look as if they did not scale."""
+    from services.autoscaler.policy import Mode
+
+    if policy.mode is Mode.AUTO:
+        return None
+    done = "decides and tells, and" if policy.mode is Mode.DRY_RUN else "waits, and"
+    return f"the policy is in mode {policy.mode}: the autoscaler {done} resizes nothing"
 
 
 def stopping_line(drain_s: float) -> str:

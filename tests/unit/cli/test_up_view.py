@@ -7,10 +7,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.autoscaler.policy import Mode
 from services.cli.store_unit import StoreUnit
 from services.cli.unit import Unit
 from services.cli.up_plan import Counts, FrontDoors, plan_processes
-from services.cli.up_view import PlainView, WorkerFigures, failure_lines, process_table
+from services.cli.up_view import (
+    PlainView,
+    WorkerFigures,
+    failure_lines,
+    policy_line,
+    process_table,
+)
+from tests.support.scaling_policy import make_policy
 
 
 class RunningStore(StoreUnit):
@@ -70,3 +78,12 @@ def test_failure_says_how_to_keep_the_logs(tmp_path: Path) -> None:
     lines = failure_lines(make_units(tmp_path)[:1], "run again with --log-dir DIR")
     assert lines[0].startswith("prefill-0: stopped: not ready in time")
     assert lines[-1] == "run again with --log-dir DIR"
+
+
+def test_a_policy_that_resizes_nothing_says_so() -> None:
+    spec = make_policy().spec
+    assert policy_line(spec) is None
+    dry = spec.model_copy(update={"mode": Mode.DRY_RUN})
+    assert policy_line(dry) == (
+        "the policy is in mode DryRun: the autoscaler decides and tells, and resizes nothing"
+    )
