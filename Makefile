@@ -90,7 +90,7 @@ protos: $(STAMPS)/install ## generate services/pb from protos/
 	$(BIN)/python tools/gen_protos.py
 
 docs: $(STAMPS)/install ## generate docs/ from the code, and the index of decisions
-	$(BIN)/python tools/gen_docs.py
+	$(BIN)/python -m tools.gen_docs
 	$(BIN)/python tools/adr_index.py
 
 static: lint types layers protos-check docs-check
@@ -100,7 +100,7 @@ protos-check: $(STAMPS)/install
 	$(BIN)/python tools/gen_protos.py --check
 
 docs-check: $(STAMPS)/install
-	$(BIN)/python tools/gen_docs.py --check
+	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python tools/adr_index.py --check
 
 # -- tests -----------------------------------------------------------------------------------
