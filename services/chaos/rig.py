@@ -170,7 +170,7 @@ class RigRouter:
         argv = [sys.executable, "-P", "-m", "services.cli.main", "router"]
         argv += ["--config", str(rig_dir / "rig.yaml")]
         self.child = Child(name, argv, environ, rig_dir / f"{name}.log")
-        self._channel = grpc.aio.insecure_channel(self.grpc, options=CHANNEL_OPTIONS)
+        self._channel: grpc.aio.Channel | None = None  # of the loop that asks first
 
     def spawn(self) -> None:
         """Begin the next life."""
@@ -189,6 +189,8 @@ class RigRouter:
 
     async def status(self) -> admin_pb2.ClusterStatusResponse | None:
         """Ask how it sees the cluster; None while it does not answer."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.grpc, options=CHANNEL_OPTIONS)
         stub = admin_pb2_grpc.AdminStub(self._channel)
         try:
             return await stub.ClusterStatus(admin_pb2.ClusterStatusRequest(), timeout=RPC_TIMEOUT_S)
@@ -202,7 +204,8 @@ class RigRouter:
 
     async def close(self) -> None:
         """Let go of its channel and ports, once the process has ended."""
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
         for port in self._ports:
             port.release()
 
