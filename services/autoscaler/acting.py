@@ -78,23 +78,18 @@ class Actor:
             raise error
         return task.result()
 
-    async def act(self, actions: Sequence[Action]) -> bool:
-        """Do one after another; a failure costs its own, a call that hangs all that follow.
-
-        Returns whether all were done.
-        """
-        is_whole = True
+    async def act(self, actions: Sequence[Action]) -> None:
+        """Do one after another; a failure costs its own, a call that hangs all that follow."""
         for action in actions:
             if not self._left_s():
                 log.warning("autoscaler.lease_lost", not_done=action.name, pool=action.pool)
-                return False
+                return
             try:
                 await self.ask(action.name, action.call)
             except DriverHangs as error:
                 log.error("autoscaler.driver_hangs", call=action.name, reason=str(error))
-                return False
+                return
             except DriverError as error:
-                is_whole = False
                 log.warning(
                     "autoscaler.driver_failed",
                     call=action.name, pool=action.pool, reason=str(error)[:400],
@@ -106,7 +101,6 @@ class Actor:
                 action=action.name, pool=action.pool, num=action.num, reason=action.reason,
                 replicas=",".join(action.replica_ids),
             )  # fmt: skip
-        return is_whole
 
 
 def actions_of(
