@@ -7,8 +7,6 @@ which Ray's autoscaler would undo: it refuses where that is on.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +15,7 @@ from services.autoscaler.kube_api import KubeApi, KubeError, Resource
 from services.autoscaler.kube_pods import Pod, read_pod
 from services.autoscaler.observation import Replica, ReplicaState
 from services.autoscaler.policy import OnDeadline
+from services.autoscaler.ray_thread import RayThread
 from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -87,7 +86,7 @@ class KubeRay(_OnNodes):
         super().__init__(actors)
         self._bundles = {pool: tuple(each) for pool, each in bundles.items()}
         self._request = request
-        self._asking = threading.Lock()
+        self._thread = RayThread()
 
     async def replicas(self) -> Mapping[str, tuple[Replica, ...]]:
         """Return the actors, and tell Ray of them: a head that was restarted may have forgotten."""
@@ -123,14 +122,7 @@ class KubeRay(_OnNodes):
             for _ in range(count)
             for bundle in self._bundles[pool]
         ]
-        # One that was given up runs on in its thread; a new one for each tick would take all.
-        if self._asking.locked():
-            raise DriverError("Ray has not answered an earlier request yet")
-        await asyncio.to_thread(self._ask, bundles)
-
-    def _ask(self, bundles: Sequence[Bundle]) -> None:
-        with self._asking:
-            self._request(bundles)
+        await self._thread.run(lambda: self._request(bundles))
 
 
 class KubeRayDirect(_OnNodes):

@@ -6,8 +6,6 @@ its worker's end, which fail within milliseconds of a death.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TypeVar
 from services.autoscaler.driver import Capabilities, DriverError
 from services.autoscaler.observation import Replica, ReplicaState
 from services.autoscaler.policy import OnDeadline
+from services.autoscaler.ray_thread import RayThread
 from services.runtime.ray_actor import WorkerOrder
 from services.runtime.ray_cluster import Placement, RayCluster, RayWorker, new_name
 from services.telemetry.logs import get_logger
@@ -69,7 +68,7 @@ class LocalRay:
         self._cluster = cluster
         self._pools = dict(pools)
         self._now = now
-        self._lock = threading.Lock()
+        self._thread = RayThread()
         self._entries: dict[str, _Entry] = {}
         self._leaving: list[_Leaving] = []
         self._by_role = {pool.role: name for name, pool in self._pools.items()}
@@ -170,7 +169,7 @@ class LocalRay:
 
     async def close(self) -> None:
         """End what was to end; the other actors go on, and a later driver takes them over."""
-        if self._lock.locked():
+        if self._thread.is_busy:
             log.warning("autoscaler.ray_hangs")
             return
         await self._on_thread(self._let_go)
@@ -181,21 +180,16 @@ class LocalRay:
         self._leaving.clear()
 
     async def _on_thread(self, act: Callable[[], _T]) -> _T:
-        # One that was given up runs on; another for each tick would take all threads there are, and
-        # do what was asked for when it no longer is.
-        if self._lock.locked():
-            raise DriverError("Ray has not answered an earlier call yet")
-        return await asyncio.to_thread(self._act, act)
+        return await self._thread.run(lambda: self._act(act))
 
     def _act(self, act: Callable[[], _T]) -> _T:
         """Run one method; whatever Ray cannot do now is for the next tick."""
         import ray
 
-        with self._lock:
-            try:
-                return act()
-            except (ray.exceptions.RayError, ConnectionError) as error:
-                raise DriverError(f"Ray: {error}") from error
+        try:
+            return act()
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise DriverError(f"Ray: {error}") from error
 
 
 def _is_gone(one: _Leaving, now: float) -> bool:

@@ -44,5 +44,5 @@ async def test_call_that_was_given_up_is_the_only_one_until_it_ends() -> None:
     await driver.close()  # does not wait for it
     assert cluster.num_calls == 1
     cluster.go_on.set()
-    await eventually(lambda: not driver._lock.locked())
+    await eventually(lambda: not driver._thread.is_busy)
     assert await driver.replicas() == {}
