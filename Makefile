@@ -17,6 +17,8 @@ PYTEST := $(BIN)/python -m pytest
 # integration are not left to the end.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 NO_CLUSTER := tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/extra
+# Those of the chart and of what it is installed on. They are among the others in `make test`.
+CHART_TESTS := $(wildcard tests/helm tests/fakekube)
 # A cluster keeps two cores busy for half of its time. Those that are hurt on purpose stay alone.
 TWO_CLUSTERS := -n 2 --dist loadfile --no-loadscope-reorder
 # What failed beside others is run once more alone. It stays in the output, and is a fault to be looked
@@ -32,8 +34,8 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo fmt lint types layers protos docs static unit integration e2e chaos bench \
-        gpu test test-extra clean distclean
+.PHONY: help setup demo fmt lint types layers protos docs static unit integration e2e helm-test chaos \
+        bench gpu test test-extra clean distclean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +107,11 @@ docs-check: $(STAMPS)/install
 
 # -- tests -----------------------------------------------------------------------------------
 
+$(STAMPS)/kube: tools/kube_tools.py $(STAMPS)/install
+	@$(BIN)/python tools/tell_while.py "fetching helm and kubectl" $(VENV) -- \
+	  $(BIN)/python tools/kube_tools.py > /dev/null
+	@touch $@
+
 unit: setup ## fast tests, nothing outside the process
 	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
 
@@ -114,13 +121,16 @@ integration: setup ## one real seam each: store, gRPC, ZMQ
 e2e: setup ## every process of a cluster on this machine
 	$(PYTEST) $(TWO_CLUSTERS) tests/e2e
 
+helm-test: $(STAMPS)/kube ## the chart with real helm and kubectl, on a stand-in of a cluster
+	$(PYTEST) $(SIDE_BY_SIDE) $(CHART_TESTS)
+
 chaos: setup ## the ones of them that kill, freeze and cut
 	$(PYTEST) -m chaos tests
 
 gpu: setup ## what needs CUDA; skipped without
 	$(PYTEST) -m gpu tests
 
-test: setup static ## what CI runs: static checks and every test that needs no GPU
+test: setup static $(STAMPS)/kube ## what CI runs: static checks and every test that needs no GPU
 	$(PYTEST) $(SIDE_BY_SIDE) $(NO_CLUSTER) $(AGAIN_ALONE) $(NO_CLUSTER); }
 	$(PYTEST) $(TWO_CLUSTERS) tests/e2e $(AGAIN_ALONE) tests/e2e; }
 	$(PYTEST) tests/chaos
