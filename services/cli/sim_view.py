@@ -144,6 +144,8 @@ def _report_json(report: SimReport, slo_ttft_s: float, slo_tpot_s: float) -> dic
         "handoff_bytes": report.handoff_bytes,
         "handoff_wait_s": report.handoff_wait_s,
         "num_events": report.num_events,
+        "num_reports": report.num_reports,
+        "events_per_request": report.num_events / len(report.requests),
         "num_resyncs": report.num_resyncs,
     }
 

@@ -188,7 +188,7 @@ class Fleet:
             when = (math.floor(self.time.now / every - phase) + 1 + phase) * every
             if when <= self.time.now:  # by rounding
                 when += every
-            self.time.at(when, lambda: self._beat(slot))
+            self.time.report_at(when, lambda: self._beat(slot))
 
     def _beat(self, slot: int) -> None:
         """Report a load now and then, until it does not change any more."""
@@ -208,7 +208,8 @@ class Fleet:
         is_wanted = self.is_hinted and (change.added or change.removed)
         told = change if is_wanted else _NOTHING  # the load is told with it in any case
         member = self.at[slot]
-        self.time.at(self.time.now + self.spec.hint_lag_s, lambda: self._publish(member, told))
+        told_at = self.time.now + self.spec.hint_lag_s
+        self.time.report_at(told_at, lambda: self._publish(member, told))
 
     def _publish(self, member: Member, change: HintChange) -> None:
         slot = member.slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.quantile import nearest_rank
 
@@ -67,18 +67,15 @@ class SimReport:
     requests: tuple[Served, ...]  # by number
     pools: Mapping[str, PoolUse]  # prefill and decode, or aggregated
     duration_s: float  # from the first moment to the last answer's end
-    num_events: int
+    num_events: int  # arrivals, ends of prompts, of handoffs and of answers, ticks, failures
+    num_reports: int  # loads and hints that were told
     num_resyncs: int
     handoff_bytes: int
     handoff_wait_s: float  # for lines that were in use
 
     def skip(self, share: float) -> SimReport:
         """Return the report without the first requests: caches are cold at first."""
-        kept = self.requests[int(len(self.requests) * share) :]
-        return SimReport(
-            kept, self.pools, self.duration_s, self.num_events, self.num_resyncs,
-            self.handoff_bytes, self.handoff_wait_s,
-        )  # fmt: skip
+        return replace(self, requests=self.requests[int(len(self.requests) * share) :])
 
     @property
     def answered(self) -> list[Served]:

@@ -67,7 +67,6 @@ class World:
     requests: list[Request] = field(default_factory=list)
     fleet: Fleet = field(init=False)
     time: Timeline = field(default_factory=Timeline)
-    _due: dict[int, float] = field(default_factory=dict)  # when a worker completes something
     _lengths: list[OutputLengths] = field(default_factory=list)  # by router
     _open: dict[int, Request] = field(default_factory=dict)
     _to_come: int = 0
@@ -105,8 +104,8 @@ class World:
         pools = {pool: [m for m in members if m.pool == pool] for pool in POOLS}
         return SimReport(
             served, {pool: pool_use(here, ended_at) for pool, here in pools.items() if here},
-            ended_at, self.time.num_events, self.fleet.num_resyncs, self._lines.num_bytes,
-            self._lines.wait_s,
+            ended_at, self.time.num_events, self.time.num_reports, self.fleet.num_resyncs,
+            self._lines.num_bytes, self._lines.wait_s,
         )  # fmt: skip
 
     def check_integrity(self) -> None:
@@ -255,12 +254,12 @@ class World:
             return
         member.worker.break_off(self.time.now)
         member.state = DEAD
-        self._due.pop(member.slot, None)
+        self.time.cancel(member.slot)
         noticed_at = self.time.now + failure.notice_s
         self.time.at(noticed_at, lambda: self._abandon(member, is_loss=True))
 
     def _remove(self, member: Member) -> None:
-        self._due.pop(member.slot, None)
+        self.time.cancel(member.slot)
         self._lines.forget(member.slot)
         self.fleet.remove(member)
 
@@ -393,18 +392,14 @@ class World:
         if member.state == DEAD:
             return
         self._admit(member)
-        slot, when = member.slot, member.worker.next_at()
-        if self._due.get(slot) != when:
-            self._due[slot] = when
-            if when < math.inf:
-                self.time.at(when, lambda: self._complete(member, when))
+        when = member.worker.next_at()
+        if when < math.inf:
+            self.time.replan(member.slot, when, lambda: self._complete(member))
+        else:
+            self.time.cancel(member.slot)
         self._leave_if_done(member)
 
-    def _complete(self, member: Member, planned: float) -> None:
-        slot = member.slot
-        if self.fleet.at.get(slot) is not member or self._due.get(slot) != planned:
-            return
-        del self._due[slot]
+    def _complete(self, member: Member) -> None:
         request, change = member.worker.complete(self.time.now)
         if change is None:
             self._end(request, OK)

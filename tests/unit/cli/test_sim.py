@@ -31,6 +31,10 @@ def test_a_trace_is_simulated_and_told_as_json(capsys: pytest.CaptureFixture[str
     assert ours["status"] == {"ok": 120}
     assert ours["ttft_s"]["p50"] <= ours["ttft_s"]["p95"] <= ours["ttft_s"]["p99"]
     assert set(ours["pools"]) == {"prefill", "decode"}
+    # It arrives, is computed, handed off and answered; the loads and hints told are counted apart.
+    assert ours["events_per_request"] == pytest.approx(ours["num_events"] / 120)
+    assert 2.5 < ours["events_per_request"] < 4.1
+    assert ours["num_reports"] > 120
     assert len(told["policies"]) == 6
 
 
