@@ -36,7 +36,9 @@ class ClusterSpec:
     hint_lag_s: float = 0.01  # from a change of a cache to its hints
     hint_loss: float = 0.0  # share of publishes that never arrive
     heartbeat_s: float = 0.5
-    drain_s: float = 120.0  # for a worker to end what it has; the rest goes on elsewhere
+    # For a worker to end what it has. Then the rest goes on elsewhere, if it leaves; one that was
+    # to change its pool stays in the old one.
+    drain_s: float = 120.0
     # Seconds of a worker's start, by its name; inf = it never comes up. None = its model's.
     startup: Callable[[str], float] | None = None
     hold_s: float = 0.0  # a request waits so long at its router where nobody can take it

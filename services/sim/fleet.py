@@ -40,6 +40,7 @@ class Member:
     slot: int = -1  # of the store, once it is there
     since: float = 0.0  # in its state
     gone_at: float | None = None
+    next_pool: str | None = None  # it drains to go over to that one
 
 
 @dataclass(slots=True)
@@ -115,10 +116,24 @@ class Fleet:
         self.tell(member.slot, self.views[member.slot].load)
         self._age_later()
 
-    def drain(self, member: Member) -> None:
-        """Give a worker nothing new any more."""
-        member.state, member.since = DRAINING, self.time.now
-        self.views[member.slot] = replace(self.views[member.slot], state=DRAINING)
+    def drain(self, member: Member, next_pool: str | None = None) -> None:
+        """Give a worker nothing new any more.
+
+        Args:
+            next_pool: where it goes over to once it is idle; None = it leaves.
+        """
+        member.next_pool = next_pool
+        self._turn(member, DRAINING)
+
+    def undrain(self, member: Member) -> None:
+        """Give a worker that did not get idle work again, in its old pool."""
+        member.next_pool = None
+        self._turn(member, LIVE)
+        self._renew(member)
+
+    def _turn(self, member: Member, state: str) -> None:
+        member.state, member.since = state, self.time.now
+        self.views[member.slot] = replace(self.views[member.slot], state=state)
         self.lay_out()
 
     def remove(self, member: Member) -> None:
@@ -132,10 +147,11 @@ class Fleet:
         self.lay_out()
 
     def move(self, member: Member, pool: str) -> None:
-        """Let a live worker serve in another pool from now on; what it has in hand it ends."""
-        view = self.views[member.slot]
-        member.pool, member.since = pool, self.time.now
-        self._begin_anew(member, view.up_since)
+        """Let an idle worker serve in another pool from now on."""
+        up_since = self.views[member.slot].up_since
+        member.pool, member.next_pool = pool, None
+        member.state, member.since = LIVE, self.time.now
+        self._begin_anew(member, up_since)
 
     def victims(self, pool: str, count: int) -> list[Member]:
         """Choose who goes: those that still start, newest first, then those with the least KV."""
@@ -160,6 +176,12 @@ class Fleet:
             kv_tokens=sum(worker.model.kv_tokens for worker in live),
             workers=[_state_of(m) for m in members if m.state != DEAD],
         )
+
+    def size_of(self, pool: str) -> int:
+        """Return how many workers serve in a pool or are on their way to it."""
+        here = sum(m.pool == pool and m.state in (LIVE, STARTING) for m in self.members)
+        coming = sum(m.next_pool == pool and m.state == DRAINING for m in self.members)
+        return here + coming
 
     def _laid_out(self) -> Field:
         view = ClusterView(tuple(self.views.values()), self.time.now)
@@ -196,12 +218,15 @@ class Fleet:
         member = self.at.get(slot)
         if member is None or member.state == DEAD:
             return
-        load = member.worker.load(self.time.now)
-        gen, state = self.views[slot].slot_gen, member.state
-        self.twin.renew(slot, gen, state, load, self.time.now_ms)
-        self.tell(slot, load)
+        self._renew(member)
         if not member.worker.is_idle:
             self.beat_later(slot)
+
+    def _renew(self, member: Member) -> None:
+        slot, load = member.slot, member.worker.load(self.time.now)
+        gen = self.views[slot].slot_gen
+        self.twin.renew(slot, gen, member.state, load, self.time.now_ms)
+        self.tell(slot, load)
 
     def publish_later(self, slot: int, change: HintChange) -> None:
         """Publish what has changed in a cache, after the lag."""

@@ -194,14 +194,14 @@ class World:
         for name, pool in orders.moves.items():
             self._check_pool(pool)
             member = next((m for m in self.fleet.at.values() if m.worker_id == name), None)
-            if member is not None and member.state == LIVE:
-                self.fleet.move(member, pool)
+            if member is not None and member.state == LIVE and member.pool != pool:
+                self._drain(member, pool)
         leaving = set(orders.leaving)
         for member in [m for m in self.fleet.members if m.worker_id in leaving]:
             self._let_leave(member)
         for pool, size in orders.sizes.items():
             self._check_pool(pool)
-            self._resize(pool, size - self.fleet.state_of(pool).size)
+            self._resize(pool, size - self.fleet.size_of(pool))
 
     def _check_pool(self, pool: str) -> None:
         if not self.spec.sizes()[pool]:
@@ -222,28 +222,47 @@ class World:
         if member.state == STARTING:
             self.fleet.remove(member)
         elif member.state == LIVE:
-            self.fleet.drain(member)
-            self.time.at(self.time.now + self.spec.drain_s, lambda: self._end_drain(member))
-            self._leave_if_done(member)
+            self._drain(member, None)
+        else:
+            member.next_pool = None  # it drains, and now to leave
+
+    def _drain(self, member: Member, next_pool: str | None) -> None:
+        self.fleet.drain(member, next_pool)
+        since = member.since
+        self.time.at(self.time.now + self.spec.drain_s, lambda: self._end_drain(member, since))
+        self._leave_if_done(member)
 
     def _ready(self, member: Member) -> None:
-        if member.state != STARTING:
-            return
-        self.fleet.ready(member)
+        if member.state == STARTING:
+            self.fleet.ready(member)
+            self._send_held()
+
+    def _send_held(self) -> None:
+        """Somebody serves who did not: let requests that nobody could take try again."""
         held = sorted(self._held.values(), key=lambda r: r.router)
         self._held.clear()
         for router, requests in groupby(held, key=lambda r: r.router):
             self._send(router, list(requests))
 
     def _leave_if_done(self, member: Member) -> None:
-        if member.state == DRAINING and member.worker.is_idle:
+        if member.state != DRAINING or not member.worker.is_idle:
+            return
+        if member.next_pool is None:
             self._remove(member)
+        else:
+            self.fleet.move(member, member.next_pool)
+            self._send_held()
 
-    def _end_drain(self, member: Member) -> None:
-        """What a drain has not seen to its end goes on elsewhere."""
-        if member.state == DRAINING:
+    def _end_drain(self, member: Member, since: float) -> None:
+        """What a drain has not seen to its end goes on elsewhere; who was to move stays instead."""
+        if member.state != DRAINING or member.since != since:
+            return
+        if member.next_pool is None:
             member.worker.break_off(self.time.now)
             self._abandon(member, is_loss=False)
+        else:
+            self.fleet.undrain(member)
+            self._send_held()
 
     def _fail(self, failure: Failure) -> None:
         member = next((m for m in self.fleet.members if m.worker_id == failure.worker), None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.router.admission import AdmissionConfig
 from services.router.policy import PolicyConfig
-from services.router.view import LIVE
+from services.router.view import DRAINING, LIVE
 from services.sim import timeline
 from services.sim.cluster import AGGREGATED, DECODE, PREFILL, ClusterSpec, Group
 from services.sim.controller import Change, Controller, Failure, Observation, Orders, Schedule
@@ -270,21 +270,44 @@ class Planned:
 
 
 @pytest.mark.parametrize("policy", [OURS, ROUND_ROBIN])
-def test_a_worker_that_moves_ends_what_it_has_and_serves_in_its_new_pool(policy: str) -> None:
-    moved = Planned([(5.0, Orders({DECODE: 2}, moves={"decode-0": PREFILL}))])
+def test_a_worker_that_moves_ends_what_it_has_before_it_serves_in_its_new_pool(policy: str) -> None:
+    """As a real one: it drains, and what is on its way to a pool counts in its size."""
+    moved = Planned([(5.0, Orders({PREFILL: 2, DECODE: 2}, moves={"decode-0": PREFILL}))])
     world, report = run(spec_of(1, 2), policy=policy, controller=moved)
     assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
-    assert [m.worker_id for m in world.fleet.members if m.pool == DECODE] == [
-        "decode-1",
-        "decode-2",
-    ]
+    assert sorted(m.worker_id for m in world.fleet.members) == [
+        "decode-0", "decode-1", "decode-2", "prefill-0",
+    ]  # fmt: skip
     (member,) = (m for m in world.fleet.members if m.worker_id == "decode-0")
     assert (member.pool, member.gone_at) == (PREFILL, None)
-    early = [r for r in report.requests if r.arrived_s < 4.0]
-    late = [r for r in report.requests if r.arrived_s > 5.1]
-    assert "decode-0" not in {r.prefill_worker for r in early}
-    assert "decode-0" in {r.decode_worker for r in early}
-    assert "decode-0" in {r.prefill_worker for r in late}
+    assert moved.states(6.0, DECODE)["decode-0"] == DRAINING
+    assert member.since > 6.0
+    mine = [r for r in report.requests if r.prefill_worker == "decode-0"]
+    assert mine
+    assert min(r.arrived_s for r in mine) >= member.since
+    before = [r for r in report.requests if r.decode_worker == "decode-0"]
+    assert before
+    assert all(r.arrived_s + (r.e2e_s or 0.0) <= member.since for r in before if r not in mine)
+
+
+def test_a_worker_that_is_not_idle_in_time_stays_in_its_pool() -> None:
+    moved = Planned([(5.0, Orders(moves={"decode-0": PREFILL}))])
+    world, report = run(spec_of(1, 2, drain_s=0.3), controller=moved)
+    assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
+    (member,) = (m for m in world.fleet.members if m.worker_id == "decode-0")
+    assert (member.pool, member.state, member.since) == (DECODE, LIVE, 5.3)
+    late = {r.decode_worker for r in report.requests if r.arrived_s > 5.3}
+    assert "decode-0" in late
+    assert "decode-0" not in {r.prefill_worker for r in report.requests}
+
+
+def test_who_is_told_to_leave_while_it_changes_its_pool_leaves() -> None:
+    plans = [(5.0, Orders(moves={"decode-0": PREFILL})), (6.0, Orders(leaving=("decode-0",)))]
+    world, report = run(spec_of(1, 2), controller=Planned(plans))
+    assert {(r.status, r.num_losses) for r in report.requests} == {(OK, 0)}
+    (member,) = (m for m in world.fleet.members if m.worker_id == "decode-0")
+    assert (member.pool, member.state) == (DECODE, GONE)
+    assert "decode-0" not in {r.prefill_worker for r in report.requests}
 
 
 def test_those_go_first_who_are_named() -> None:
