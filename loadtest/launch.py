@@ -91,7 +91,8 @@ def _simulated(schedule: Schedule, text: str) -> RunLog:
     from loadtest.sim_target import SimTarget, read_spec
 
     scenario = schedule.scenario
-    target = SimTarget(read_spec(text), scenario.phases, scenario.seed)
+    room = scenario.client.max_in_flight if schedule.waits_for_room else None
+    target = SimTarget(read_spec(text), scenario.phases, scenario.seed, room)
     log = RunLog(target.facts(), datetime.now(UTC).isoformat(timespec="seconds"))
     if schedule.is_closed:
         log.records = target.run_users(schedule)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
-from loadtest.arrivals import Offline
 from loadtest.records import PlannedRequest, RequestRecord, Sample, Status
 from loadtest.run_log import RunLog
 from loadtest.schedule import MAX_REQUESTS, Schedule, Session
@@ -65,9 +64,8 @@ class Runner:
         self.clock = clock
         self._schedule = schedule
         self._target = target
-        client = self.scenario.client
-        waits = schedule.is_closed or isinstance(self.scenario.arrivals, Offline)
-        self._room = asyncio.Semaphore(client.max_in_flight) if waits else None
+        limit = self.scenario.client.max_in_flight
+        self._room = asyncio.Semaphore(limit) if schedule.waits_for_room else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sleepers: set[asyncio.Future[None]] = set()
         self._stopped = asyncio.Event()

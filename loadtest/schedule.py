@@ -36,6 +36,11 @@ class Schedule:
         """Whether users wait for answers, so that there are lanes instead of instants."""
         return isinstance(self.scenario.arrivals, Concurrency | Users)
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether what is due beyond `client.max_in_flight` waits: it has no instant to keep."""
+        return self.is_closed or isinstance(self.scenario.arrivals, Offline)
+
     def sessions(self) -> list[Session]:
         """Return all sessions of an open loop by when they begin; ConfigError when too many."""
         if self._made is None:

@@ -20,7 +20,7 @@ from services.sim.performance import default_model, read_model
 from services.sim.placement import OURS, POLICIES
 from services.sim.report import OK, Served, SimReport
 from services.sim.simulate import simulate
-from services.sim.workload import Arrival, Workload
+from services.sim.workload import Arrival, Client, Workload
 
 _UNIT_TOKENS = 64
 _MAX_POOL, _MAX_ROUTERS = 4096, 64  # as of `isthmus sim`
@@ -81,6 +81,7 @@ class SimTarget:
     spec: SimSpec
     phases: Phases
     seed: int = 0
+    max_in_flight: int | None = None  # what is due beyond waits; None = nothing does
     report: SimReport | None = field(default=None, init=False)  # of the last run
 
     def facts(self) -> TargetFacts:
@@ -119,22 +120,25 @@ class SimTarget:
 
     def _run(self, sending: _Sending, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
         sending.order.sort(key=lambda sent: sent.due_s)  # as the arrivals: they are numbered so
+        room = self.max_in_flight
+        client = None if room is None else Client(room, self._end_s)
         self.report = report = simulate(
-            Workload("schedule", _UNIT_TOKENS, tuple(arrivals)),
+            Workload("schedule", _UNIT_TOKENS, tuple(arrivals), client),
             self.spec.cluster,
             policy=self.spec.policy,
             seed=self.seed,
             follow=sending.follow,
         )
-        records = [_record(sending.order[s.number], s) for s in report.requests]
+        served = {s.number: s for s in report.requests}
+        records = [_record(sent, served.get(number)) for number, sent in enumerate(sending.order)]
         for record in records:
             record.phase = self.phases.at(record.scheduled_s)
         return sorted(records, key=lambda record: record.scheduled_s)
 
     def samples(self, records: Sequence[RequestRecord]) -> list[Sample]:
         """Tell how many requests were open at equal steps of the time."""
-        began = sorted(record.scheduled_s for record in records)
-        ended = sorted(record.done_s or record.scheduled_s for record in records)
+        began = sorted(record.sent_s for record in records if record.sent_s is not None)
+        ended = sorted(record.done_s for record in records if record.done_s is not None)
         step_s = ended[-1] / _NUM_SAMPLES if ended else 0.0
         replicas = {pool: n for pool, n in self.spec.cluster.sizes().items() if n}
         times = [(n + 1) * step_s for n in range(_NUM_SAMPLES if step_s else 0)]
@@ -250,7 +254,12 @@ def _cut(pieces: Sequence[Piece]) -> list[tuple[tuple[int, int, int], ...]]:
     return units
 
 
-def _record(sent: _Sent, served: Served) -> RequestRecord:
+def _record(sent: _Sent, served: Served | None) -> RequestRecord:
+    """Tell what became of a request.
+
+    Args:
+        served: None = there was no room for it before the end.
+    """
     request, due_s = sent.request, sent.due_s
     record = RequestRecord(
         number=request.number,
@@ -259,11 +268,13 @@ def _record(sent: _Sent, served: Served) -> RequestRecord:
         kind=request.kind,
         tenant=request.tenant,
         priority=request.priority,
-        sent_s=due_s,
-        isl=served.num_tokens,
+        isl=request.prompt.num_tokens,
     )
+    if served is None:
+        return record  # censored
+    record.sent_s = due_s + served.unsent_s
     if served.status != OK or served.ttft_s is None or served.e2e_s is None:
-        record.status, record.code, record.done_s = Status.ERROR, served.status, due_s
+        record.status, record.code, record.done_s = Status.ERROR, served.status, record.sent_s
         return record
     record.status = Status.OK
     record.osl = record.num_heard = served.output_tokens

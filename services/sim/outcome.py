@@ -18,6 +18,7 @@ def served_of(request: Request) -> Served:
             request.number, arrival.at_s, arrival.num_tokens, arrival.output_tokens,
             request.status, num_units=len(arrival.units), num_losses=request.num_losses,
             reason=request.reason, retry_after_s=request.retry_after_s,
+            unsent_s=request.sent_at - arrival.at_s,
         )  # fmt: skip
     later = arrival.output_tokens - 1
     return Served(
@@ -36,6 +37,7 @@ def served_of(request: Request) -> Served:
         mode=request.mode,
         prefill_worker=request.prefill_worker,
         decode_worker=request.decode_worker,
+        unsent_s=request.sent_at - arrival.at_s,
     )
 
 

@@ -32,6 +32,7 @@ class Served:
     num_losses: int = 0  # workers it lost on its way
     reason: str = ""  # of refused: too_large, no_workers, or what admission says
     retry_after_s: float | None = None  # of refused by admission
+    unsent_s: float = 0.0  # it waited at its client for others to end; part of the other times
 
     def is_good(self, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
         """Whether it was answered within the limits; None = no limit."""

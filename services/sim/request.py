@@ -29,6 +29,7 @@ class Request:
     facts: RequestFacts
     names: bytes
     usual_mode: str  # where no price decides the mode
+    sent_at: float  # by its client, as it was due or later
     stage: Stage = Stage.PREFILL
     leg: int = 0  # how often it was sent somewhere; what was planned of an earlier one is void
     decision: Decision | None = None

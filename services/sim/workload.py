@@ -28,12 +28,25 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """Who sends all requests, if that bounds them. What waits for room goes in order."""
+
+    max_in_flight: int
+    until_s: float  # what has had no room by then is never sent, and in no report
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise ValueError("a client has a request in flight at least")
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Prompts by arrival, in pieces of `unit_tokens` that are cached as a whole."""
 
     name: str
     unit_tokens: int
     arrivals: tuple[Arrival, ...]
+    client: Client | None = None  # None = each is sent when it is due
     _names: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
     _hashes: dict[int, tuple[BlockHash, ...]] = field(
         default_factory=dict, compare=False, repr=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -69,7 +70,8 @@ class World:
     time: Timeline = field(default_factory=Timeline)
     _lengths: list[OutputLengths] = field(default_factory=list)  # by router
     _open: dict[int, Request] = field(default_factory=dict)
-    _to_come: int = 0
+    _to_come: int = 0  # requests that are not sent yet
+    _unsent: deque[tuple[int, tuple[int, Arrival]]] = field(default_factory=deque)  # with routers
     _num_arrivals: int = 0
     _rng: random.Random = field(default_factory=random.Random)  # which router a request meets
     _lines: Lines = field(default_factory=Lines)
@@ -338,6 +340,25 @@ class World:
             self.time.at(at, lambda r=router, b=batch: self._arrive(r, b))  # type: ignore[misc]
 
     def _arrive(self, router: int, batch: Sequence[tuple[int, Arrival]]) -> None:
+        if self.workload.client is None:
+            self._enter(router, batch)
+        else:
+            self._unsent.extend((router, numbered) for numbered in batch)
+            self._let_client_send()
+
+    def _let_client_send(self) -> None:
+        """Send what the client has room for."""
+        client = self.workload.client
+        assert client is not None, "only a client that has bounds waits for room"
+        if self.time.now >= client.until_s:
+            self._to_come -= len(self._unsent)
+            self._unsent.clear()
+        room = client.max_in_flight - len(self._open)
+        sent = [self._unsent.popleft() for _ in range(min(room, len(self._unsent)))]
+        for router, group in groupby(sent, key=lambda unsent: unsent[0]):
+            self._enter(router, [numbered for _, numbered in group])
+
+    def _enter(self, router: int, batch: Sequence[tuple[int, Arrival]]) -> None:
         requests = [self._request(router, number, arrival) for number, arrival in batch]
         self._to_come -= len(batch)
         for request in requests:
@@ -360,7 +381,7 @@ class World:
             expected_output=self._lengths[router].expected(allowed),
         )
         mode = STAY if self.spec.sizes()[AGGREGATED] else REMOTE
-        return Request(number, router, arrival, facts, names, mode)
+        return Request(number, router, arrival, facts, names, mode, self.time.now)
 
     def _send(self, router: int, requests: Sequence[Request]) -> None:
         """Have prompts placed, and let them wait there."""
@@ -535,6 +556,8 @@ class World:
             )
         for arrival in self.follow(request.number, self.time.now):
             self._arrive_at(arrival.at_s, [arrival])
+        if self._unsent:
+            self.time.at(self.time.now, self._let_client_send)
 
     def _let_go(self, request: Request, lies: bytes) -> None:
         self.fleet.twin.release(request.rid, lies)

@@ -100,14 +100,20 @@ def test_what_is_no_cluster_is_said(spec: str, message: str) -> None:
         read_spec(spec)
 
 
-def closed(arrivals: dict[str, object], spec: str, measure_s: float = 20.0) -> RunLog:
+def closed(
+    arrivals: dict[str, object],
+    spec: str,
+    measure_s: float | None = 20.0,
+    max_in_flight: int = 2_048,
+) -> RunLog:
     """Simulate a closed loop of fixed prompts."""
     scenario = Scenario.model_validate(
         {
             "name": "closed",
             "arrivals": arrivals,
             "workload": {"kind": "fixed", "isl": 500, "osl": 50},
-            "phases": {"measure_s": measure_s},
+            "phases": {"measure_s": measure_s} if measure_s else {},
+            "client": {"max_in_flight": max_in_flight},
         }
     )
     return run_schedule(schedule_of(scenario, Path()), TargetSpec(f"sim:{spec}"))
@@ -115,8 +121,8 @@ def closed(arrivals: dict[str, object], spec: str, measure_s: float = 20.0) -> R
 
 def most_at_once(log: RunLog) -> int:
     """Return the most requests that were open at one moment."""
-    steps = [(r.scheduled_s, 1) for r in log.records]
-    steps += [(r.done_s or 0.0, -1) for r in log.records]
+    sent = [r for r in log.records if r.sent_s is not None]
+    steps = [(r.sent_s or 0.0, 1) for r in sent] + [(r.done_s or 0.0, -1) for r in sent]
     return max(accumulate(step for _, step in sorted(steps)))
 
 
@@ -145,6 +151,38 @@ def test_users_think_between_sessions() -> None:
     # 20 users, a session each 5 s and the time of an answer.
     spent_s = statistics.fmean((r.done_s or 0.0) - r.scheduled_s for r in log.records)
     assert len(log.records) == pytest.approx(20 * 100 / (5 + spent_s), rel=0.2)
+
+
+def test_what_a_client_has_no_room_for_waits_and_its_times_count_from_when_it_was_due() -> None:
+    users = {"kind": "concurrency", "sessions": 8}
+    log = closed(users, "prefill=2,decode=2", max_in_flight=3)
+
+    assert most_at_once(log) == 3
+    sent = [r for r in log.records if r.sent_s is not None]
+    assert [r.sent_s for r in sent] == sorted(r.sent_s or 0.0 for r in sent)
+    assert {r.status for r in sent} == {Status.OK}
+    assert max(r.sent_s or 0.0 for r in sent) < 20.0
+    late = [r for r in sent if (r.dispatch_delay_s or 0.0) > 0]
+    assert len(late) > len(sent) - 4
+    assert all((r.ttft_s or 0.0) > (r.dispatch_delay_s or 0.0) for r in late)
+    # As with a server: who waited for room at the end is counted, and in no latency.
+    unsent = [r for r in log.records if r.sent_s is None]
+    assert {r.status for r in unsent} == {Status.CENSORED}
+    assert len(unsent) == 5
+    assert log.records == closed(users, "prefill=2,decode=2", max_in_flight=3).records
+    assert max(sample.in_flight for sample in log.samples) <= 3
+
+
+def test_room_for_all_changes_nothing() -> None:
+    users = {"kind": "concurrency", "sessions": 4}
+    bound, free = (closed(users, "prefill=1,decode=1", max_in_flight=n) for n in (4, 2_048))
+    assert bound.records == free.records
+
+
+def test_an_offline_load_waits_for_room_as_well() -> None:
+    log = closed({"kind": "offline", "sessions": 40}, "aggregated=1", None, max_in_flight=5)
+    assert most_at_once(log) == 5
+    assert [r.status for r in log.records] == [Status.OK] * 40
 
 
 def test_a_closed_loop_of_what_is_refused_comes_to_its_end(tmp_path: Path) -> None:
