@@ -27,6 +27,7 @@ from services.gateway import openai_params, wire_names
 from services.gateway.openai_output import DONE_EVENT, AnswerFacts, StreamWriter
 from services.sim.prices import prices_yaml
 from services.telemetry.catalog import Histogram, all_metrics, all_spans
+from tools.chart_page import chart_page
 from tools.policy_page import crd_file, policy_page, schema_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ def pages() -> dict[Path, str]:
         Path("loadtest") / "cost.yaml": prices_page(),
         Path("deploy") / "policy.schema.json": schema_file(),
         Path("helm/isthmus/crds/poolautoscalingpolicies.yaml"): crd_file(GENERATED),
+        Path("helm/isthmus/README.md"): chart_page(ROOT / "helm/isthmus/values.yaml", NOTE),
     }
 
 
