@@ -1,20 +1,26 @@
-"""/metrics of processes that have no HTTP front door, on a thread of its own."""
+"""/metrics and probes of processes that have no HTTP front door, on a thread of its own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from services.common.address import family_of, join_host_port
+from services.common.clock import Clock
 from services.common.errors import ConfigError
 from services.telemetry.metrics import CONTENT_TYPE, Metrics
+from services.telemetry.vitals import Verdict, Vitals
 
 _REQUEST_TIMEOUT_S = 5.0
+_TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Answers GET and HEAD of /metrics on one address; everything else is 404."""
+    """Answers GET and HEAD of /metrics, and of the probes it is given.
+
+    Probes carry no credentials and learn nothing but a reason. Everything else is 404.
+    """
 
     def __init__(
         self,
@@ -22,10 +28,12 @@ class MetricsServer:
         host: str,
         port: int,
         may_read: Callable[[str], bool] = lambda _authorization: True,
+        probes: Mapping[str, Callable[[], Verdict]] | None = None,
     ) -> None:
         """Bind; port 0 takes any free one. Raises ConfigError when the address is taken.
 
         `may_read` judges the `authorization` header of a request; a default server asks for none.
+        `probes` are paths that anyone may ask for: 200 or 503, and the reason.
         """
 
         class Handler(_Handler):
@@ -33,6 +41,7 @@ class MetricsServer:
 
             source = metrics
             is_allowed = staticmethod(may_read)
+            judges = probes or {}
 
         class Server(ThreadingHTTPServer):
             """On the address family of the host."""
@@ -66,9 +75,18 @@ class MetricsServer:
         self._server.server_close()
 
 
+def probes_of(vitals: Vitals, clock: Clock) -> dict[str, Callable[[], Verdict]]:
+    """Return the two probes that these vitals answer."""
+    return {
+        "/live": lambda: vitals.is_live(clock.now()),
+        "/ready": lambda: vitals.is_ready(clock.now()),
+    }
+
+
 class _Handler(BaseHTTPRequestHandler):
     source: Metrics
     is_allowed: Callable[[str], bool]
+    judges: Mapping[str, Callable[[], Verdict]]
     timeout = _REQUEST_TIMEOUT_S
     server_version = "isthmus"
     sys_version = ""
@@ -80,15 +98,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        if not self.is_allowed(self.headers.get("authorization", "")):
+        path = self.path.partition("?")[0]
+        if (judge := self.judges.get(path)) is not None:
+            verdict = judge()
+            status = 200 if verdict.is_good else 503
+            self._send(status, _TEXT, f"{verdict.reason}\n".encode(), with_body=with_body)
+        elif not self.is_allowed(self.headers.get("authorization", "")):
             self.send_error(401)
-            return
-        if self.path.partition("?")[0] != "/metrics":
+        elif path != "/metrics":
             self.send_error(404)
-            return
-        body = self.source.render()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        else:
+            self._send(200, CONTENT_TYPE, self.source.render(), with_body=with_body)
+
+    def _send(self, status: int, content_type: str, body: bytes, *, with_body: bool) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:

@@ -46,8 +46,9 @@ from services.telemetry.certificates import watch_expiry
 from services.telemetry.diagnostics import process_files
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
-from services.telemetry.metrics_http import MetricsServer
+from services.telemetry.metrics_http import MetricsServer, probes_of
 from services.telemetry.tracing import Tracing, setup_tracing
+from services.telemetry.vitals import Reading, Verdict, Vitals
 from services.transfer.config import TransferConfig
 from services.transfer.device import Device
 from services.transfer.end_parts import EndParts, ListenAt
@@ -69,6 +70,13 @@ HOUSEKEEPING_S = 0.1
 WARM_UP_TIMEOUT_S = 120.0
 STOP_THREADS_S = 3.0
 STOP_LINKS_S = 0.5
+
+READINESS = "readiness"  # names of the standard health service
+LIVENESS = "liveness"
+_STATUS = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
 
 log = get_logger(__name__)
 
@@ -133,6 +141,10 @@ class _Worker:
         self._health = health.aio.HealthServicer()
         self._housekeeper: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
+        self._vitals = Vitals()
+        self._told: tuple[Verdict, Verdict] | None = None
+        self._has_joined = False
+        self._is_leaving = False
 
     def remove_runtime_dir(self) -> None:
         """Remove the directory this process made for itself, if it made one."""
@@ -154,7 +166,7 @@ class _Worker:
         parts.shell.start(loop, lambda delta: _publish(lease, delta))
         await asyncio.wait_for(parts.shell.warm_up(), WARM_UP_TIMEOUT_S)
         worker_pb2_grpc.add_WorkerServicer_to_server(parts.servicer, server)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._tell_health(parts)
         await server.start()
         lease.start()
         self._housekeeper = asyncio.create_task(self._keep_house(parts))
@@ -180,9 +192,25 @@ class _Worker:
         self._server, self._identity = server, identity
         return server, port
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        await self._health.set("", status)
-        await self._health.set("isthmus.v1.Worker", status)
+    async def _tell_health(self, parts: Parts) -> None:
+        """Give probes of both kinds how things stand now; only from the event loop."""
+        # A store that goes away later makes no worker unfit: routers go on with what they know.
+        self._has_joined = self._has_joined or parts.lease.is_registered
+        now = self._clock.now()
+        self._vitals.tell(Reading(now, _why_dead(parts), self._why_not_ready(parts)))
+        ready, live = self._vitals.is_ready(now), self._vitals.is_live(now)
+        if (ready, live) == self._told:
+            return
+        self._told = ready, live
+        log.info("worker.health", ready=ready.is_good, live=live.is_good, reason=ready.reason)
+        for name in ("", "isthmus.v1.Worker", READINESS):
+            await self._health.set(name, _STATUS[ready.is_good])
+        await self._health.set(LIVENESS, _STATUS[live.is_good])
+
+    def _why_not_ready(self, parts: Parts) -> str:
+        if self._is_leaving or parts.shell.is_draining:
+            return "draining"
+        return "" if self._has_joined else "the store has not been reached yet"
 
     # -- building (a thread of its own: loading weights takes seconds) ------------------------
 
@@ -364,7 +392,8 @@ class _Worker:
         if settings.metrics_port is None:
             return
         may_read = scrape_guard(settings.metrics_token_file, self._clock)
-        server = MetricsServer(metrics, settings.bind_host, settings.metrics_port, may_read)
+        probes = probes_of(self._vitals, self._clock)
+        server = MetricsServer(metrics, settings.bind_host, settings.metrics_port, may_read, probes)
         server.start()
         self._metrics_server = server
         log.info("worker.metrics_listening", port=server.port)
@@ -375,6 +404,7 @@ class _Worker:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             parts.shell.sweep()
+            await self._tell_health(parts)
             for total in parts.totals:
                 total.tell(parts.metrics)
 
@@ -384,15 +414,14 @@ class _Worker:
         assert parts is not None
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            if not parts.engine.is_alive():
-                return "the engine thread has died or makes no progress"
-            if parts.lease.is_superseded:
-                return "a later process registered under this worker's name"
+            if why := _why_dead(parts):
+                return why
 
     async def drain(self) -> None:
         """Leave the routers' choice, then wait for open requests and lent blocks."""
         assert self._parts is not None
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._is_leaving = True
+        await self._tell_health(self._parts)
         await self._parts.operations.leave()
 
     async def stop(self) -> None:
@@ -418,6 +447,14 @@ class _Worker:
         parts.shell.stop(STOP_THREADS_S)
         parts.tracing.shutdown(1.0)
         parts.metrics.shutdown()
+
+
+def _why_dead(parts: Parts) -> str:
+    if not parts.engine.is_alive():
+        return "the engine thread has died or makes no progress"
+    if parts.lease.is_superseded:
+        return "a later process registered under this worker's name"
+    return ""
 
 
 def _publish(lease: WorkerLease, delta: CacheDelta) -> None:

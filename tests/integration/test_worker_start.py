@@ -1,8 +1,9 @@
-"""RB-117: a worker can be found only once its engine has answered."""
+"""When a worker can be found, and what its probes say of it."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import threading
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from services.kv.memory import KvPoolMemory
 from services.registry.reader import RedisRegistryReader
 from services.registry.schema import namespace_of
 from services.registry.store_client import StoreAddress
-from services.worker.main import _Worker
+from services.worker.main import LIVENESS, READINESS, _Worker
 from tests.support.cluster import eventually
 from tests.support.store import store, store_url
 
 __all__ = ["store", "store_url"]  # fixtures
 pytestmark = pytest.mark.integration
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Hold:
@@ -78,10 +82,28 @@ def make_config(model_dir: Path, store_url: str, runtime_dir: Path) -> IsthmusCo
     )
 
 
+async def eventually_says(address: str, name: str, status: int) -> None:
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(60.0):
+        ask = health_pb2.HealthCheckRequest(service=name)
+        async for answer in health_pb2_grpc.HealthStub(channel).Watch(ask):
+            if answer.status == status:
+                return
+
+
+def ask_http(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_a_worker_is_found_only_when_its_engine_has_answered(
     tmp_path: Path, store_url: str, is_broken: bool
 ) -> None:
+    """RB-117."""
     model_dir = make_scripted_model(tmp_path / "model")
     hold = Hold(is_broken=is_broken)
     config = make_config(model_dir, store_url, tmp_path / "run")
@@ -108,13 +130,53 @@ async def test_a_worker_is_found_only_when_its_engine_has_answered(
         await eventually(lambda: parts.lease.is_registered, 30.0)
         (record,) = await reader.snapshot()
         assert record.info.worker_id == "w0"
-        async with grpc.aio.insecure_channel(record.info.address) as channel:
-            ask = health_pb2.HealthCheckRequest()
-            answer = await health_pb2_grpc.HealthStub(channel).Check(ask, timeout=20)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        for name in ("", READINESS, LIVENESS):
+            await eventually_says(record.info.address, name, SERVING)
     finally:
         hold.gate.set()
         await asyncio.gather(starting, return_exceptions=True)
         await worker.stop()
         worker.remove_runtime_dir()
         await reader.close()
+
+
+async def test_an_idle_worker_lives_and_one_that_hangs_in_a_step_does_not(
+    tmp_path: Path, store_url: str
+) -> None:
+    """RB-112: probes find a hung engine, where a process that only listens would answer well."""
+    hold = Hold(is_broken=False)
+    hold.gate.set()
+    config = make_config(make_scripted_model(tmp_path / "model"), store_url, tmp_path / "run")
+    config = config.model_copy(
+        update={"worker": config.worker.model_copy(update={"metrics_port": 0})}
+    )
+    worker = _Worker(config, lambda *_: HeldBackend(hold), SystemClock())
+    hung: asyncio.Task[None] | None = None
+    try:
+        await worker.start()
+        assert worker._parts is not None
+        assert worker._metrics_server is not None
+        parts, port = worker._parts, worker._metrics_server.port
+        address = parts.lease._info.address
+        await eventually_says(address, READINESS, SERVING)
+        assert await asyncio.to_thread(ask_http, port, "/ready") == (200, "ok\n")
+        assert await asyncio.to_thread(ask_http, port, "/live") == (200, "ok\n")
+
+        for _ in range(3):  # steps from which it knows how long they usually take
+            await parts.shell.warm_up()
+        hold.entered.clear()
+        hold.gate.clear()
+        hung = asyncio.create_task(parts.shell.warm_up())
+        await eventually(hold.entered.is_set, 30.0)
+        await eventually_says(address, LIVENESS, NOT_SERVING)
+        await eventually_says(address, READINESS, NOT_SERVING)
+        for path in ("/live", "/ready"):
+            status, why = await asyncio.to_thread(ask_http, port, path)
+            assert (status, "makes no progress" in why) == (503, True)
+        assert "makes no progress" in await worker.failed()
+    finally:
+        hold.gate.set()
+        if hung is not None:
+            await asyncio.gather(hung, return_exceptions=True)
+        await worker.stop()
+        worker.remove_runtime_dir()
