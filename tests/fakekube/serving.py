@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import ssl
@@ -53,4 +54,9 @@ async def serving(kube: FakeKube, folder: Path) -> AsyncIterator[FakeKube]:
         yield kube
     finally:
         kube.close()
+        # A client that is gone does not answer the end of TLS, and nobody is to wait for it.
+        for connection in list(runner.server.connections if runner.server else ()):
+            if connection.transport is not None:
+                connection.transport.abort()
         await runner.cleanup()
+        await asyncio.sleep(0)

@@ -121,7 +121,7 @@ class Store:
 
     def forget_history(self) -> None:
         """Have no watch begin at what has been."""
-        self.version += 1
+        self.version += 2
         self._history.clear()
         gone = Change(self.version, "BOOKMARK", ("", ""), {}, None)
         self._history.append(gone)

@@ -67,6 +67,8 @@ class Watches:
         watch = Watch(asked)
         for event in self._first(asked):
             watch.tell(event)
+            if event["type"] == "ERROR":
+                watch.close()
         self._open.add(watch)
         return watch
 
