@@ -1,14 +1,10 @@
 """The policy's schema for those who check a file without this code: editors and Kubernetes.
 
-Both are made from the one model. Kubernetes takes only structural schemas: no references, every
-place has a type, and nothing is said twice. Rules between fields are written in CEL, as far as one
-resource can be judged in it; `isthmus policy lint` tells the others too.
+Both are made from the one model. Rules between fields are written in CEL, as far as one resource
+can be judged in it; `isthmus policy lint` tells the others too.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from pydantic.alias_generators import to_camel
 
@@ -33,14 +29,9 @@ from services.autoscaler.policy import (
     Startup,
 )
 from services.autoscaler.policy_status import PolicyStatus
+from services.autoscaler.structural_schema import Definition, Rules, Schema, tidy, words
 
-# Any: JSON Schema is nested mappings of whatever.
-Schema = dict[str, Any]
-
-GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "poolautoscalingpolicies"
-_Rules = tuple[tuple[str, str], ...]  # expression, what is said where it is not true
-
 # Lists whose elements have a name: Kubernetes merges them by it.
 _LIST_KEYS: dict[tuple[str, ...], str] = {("spec", "pools"): "name", ("spec", "schedules"): "name",
               ("status", "pools"): "name", ("status", "conditions"): "type"}  # fmt: skip
@@ -48,38 +39,14 @@ _LIST_KEYS: dict[tuple[str, ...], str] = {("spec", "pools"): "name", ("spec", "s
 
 def json_schema() -> Schema:
     """Return the JSON Schema of a file."""
-    schema = PoolAutoscalingPolicy.model_json_schema(by_alias=True)
-    tidy: Schema = _tidy(schema)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KIND, **tidy}
+    schema = tidy(PoolAutoscalingPolicy.model_json_schema(by_alias=True))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KIND, **schema}
 
 
 def crd() -> Schema:
     """Return the CustomResourceDefinition."""
-    version = {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "subresources": {"status": {}},
-        "additionalPrinterColumns": _columns(),
-        "schema": {"openAPIV3Schema": _resource_schema()},
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": ["pap"],
-            },
-            "versions": [version],
-        },
-    }
+    definition = Definition(API_VERSION, KIND, PLURAL, "pap", _columns(), _LIST_KEYS, _RULES)
+    return definition.crd(words(PoolAutoscalingPolicy), PolicySpec, PolicyStatus)
 
 
 def _columns() -> list[Schema]:
@@ -102,125 +69,6 @@ def _columns() -> list[Schema]:
     ]
 
 
-def _resource_schema() -> Schema:
-    return {
-        "type": "object",
-        "description": _words(PoolAutoscalingPolicy),
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
-            "spec": _structural(PolicySpec, ("spec",)),
-            "status": _structural(PolicyStatus, ("status",)),
-        },
-    }
-
-
-def _structural(kind: type[PolicySection], at: tuple[str, ...]) -> Schema:
-    schema = kind.model_json_schema(by_alias=True)
-    found: Schema = _inlined(schema, schema.get("$defs", {}), at)
-    return found
-
-
-def _inlined(node: Schema, sections: Mapping[str, Schema], at: tuple[str, ...]) -> Schema:
-    """Rewrite one node: its place in the resource says which lists have keys."""
-    node, is_nullable = _without_null(node)
-    node = _resolved(node, sections)
-    found: Schema = {}
-    if node.get("description"):
-        found["description"] = _described(node)
-    if "anyOf" in node:  # a quantity
-        found |= {"anyOf": node["anyOf"], "pattern": node["pattern"]}
-        found["x-kubernetes-int-or-string"] = True
-    else:
-        found["type"] = node["type"]
-    found |= _bounds(node)
-    if node.get("type") == "array":
-        found["items"] = _inlined(node["items"], sections, at)
-        key = _LIST_KEYS.get(at)
-        found["x-kubernetes-list-type"] = "map" if key else "atomic"
-        if key:
-            found["x-kubernetes-list-map-keys"] = [key]
-    if node.get("type") == "object":
-        found |= _object(node, sections, at)
-    if is_nullable:
-        found["nullable"] = True
-    return found
-
-
-def _object(node: Schema, sections: Mapping[str, Schema], at: tuple[str, ...]) -> Schema:
-    if "properties" not in node:
-        return {"additionalProperties": _inlined(node["additionalProperties"], sections, at)}
-    found: Schema = {
-        "properties": {
-            key: _inlined(child, sections, (*at, key)) for key, child in node["properties"].items()
-        }
-    }
-    if node.get("required"):
-        found["required"] = node["required"]
-    rules = {kind.__name__: rules for kind, rules in _RULES.items()}.get(node["title"], ())
-    if rules:
-        found["x-kubernetes-validations"] = [
-            {"rule": rule, "message": message} for rule, message in rules
-        ]
-    return found
-
-
-def _resolved(node: Schema, sections: Mapping[str, Schema]) -> Schema:
-    if "$ref" not in node:
-        return node
-    target = sections[node["$ref"].rpartition("/")[2]]
-    own: Schema = {key: node[key] for key in ("description", "unit") if key in node}
-    return {**target, **own}
-
-
-def _without_null(node: Schema) -> tuple[Schema, bool]:
-    kinds = node.get("anyOf", [])
-    if {"type": "null"} not in kinds:
-        return node, False
-    (inner,) = (kind for kind in kinds if kind != {"type": "null"})
-    return {**{key: value for key, value in node.items() if key != "anyOf"}, **inner}, True
-
-
-def _bounds(node: Schema) -> Schema:
-    """Return what limits a value; exclusive bounds are of whole numbers here."""
-    kept = ("enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
-            "minProperties", "maxProperties", "pattern")  # fmt: skip
-    found = {key: node[key] for key in kept if key in node}
-    if "const" in node:
-        found["enum"] = [node["const"]]
-    if "exclusiveMinimum" in node:
-        found["minimum"] = node["exclusiveMinimum"] + 1
-    return found
-
-
-def _described(node: Schema) -> str:
-    words = " ".join(node["description"].split())
-    return f"{words} ({node['unit']})" if node.get("unit") else words
-
-
-def _words(kind: type[PolicySection]) -> str:
-    return " ".join((kind.__doc__ or "").split())
-
-
-def _tidy(node: Any) -> Any:
-    """Drop what is for our own pages, and titles, which repeat the key."""
-    if isinstance(node, list):
-        return [_tidy(part) for part in node]
-    if not isinstance(node, dict):
-        return node
-    found = {}
-    for key, value in node.items():
-        if key in ("public", "unit") or (key == "title" and isinstance(value, str)):
-            continue
-        is_names = key in ("properties", "$defs")  # of fields and sections: any may be called so
-        found[key] = {n: _tidy(v) for n, v in value.items()} if is_names else _tidy(value)
-    if isinstance(node.get("description"), str):
-        found["description"] = _described(node)
-    return found
-
-
 def _any_of(values: tuple[str, ...], field: str) -> str:
     return f"{field} in [{', '.join(repr(str(value)) for value in values)}]"
 
@@ -231,7 +79,7 @@ def _or_default(kind: type[PolicySection], field: str) -> str:
     return f"(has({name}) ? {name} : {kind.model_fields[field].default})"
 
 
-def _target_rules() -> _Rules:
+def _target_rules() -> Rules:
     return tuple(
         (
             f"(self.type == '{kind}') == has(self.{to_camel(field)})",
@@ -241,7 +89,7 @@ def _target_rules() -> _Rules:
     )
 
 
-def _metric_rules() -> _Rules:
+def _metric_rules() -> Rules:
     """What a metric is held at, and that an external one has a name."""
     targets = tuple(
         (
@@ -254,7 +102,7 @@ def _metric_rules() -> _Rules:
     return (*targets, (external, "external belongs to type External"))
 
 
-def _pool_rules() -> _Rules:
+def _pool_rules() -> Rules:
     roles = tuple(
         (
             f"self.role == '{fitting[0]}' || self.metrics.all(m, m.type != '{kind}')",
@@ -280,7 +128,7 @@ def _pool_rules() -> _Rules:
     )
 
 
-def _spec_rules() -> _Rules:
+def _spec_rules() -> Rules:
     return (
         (
             "self.pools.size() == 2 && self.pools.exists(p, p.role == 'Prefill') "
@@ -300,14 +148,14 @@ def _spec_rules() -> _Rules:
     )
 
 
-_NOT_EMPTY: _Rules = (
+_NOT_EMPTY: Rules = (
     (
         "!has(self.policies) || self.policies.size() > 0 "
         "|| (has(self.selectPolicy) && self.selectPolicy == 'Disabled')",
         "policies must not be empty where one is to be selected",
     ),
 )
-_RULES: dict[type[PolicySection], _Rules] = {
+_RULES: dict[type[PolicySection], Rules] = {
     MetricTarget: _target_rules(),
     Metric: _metric_rules(),
     Pool: _pool_rules(),
