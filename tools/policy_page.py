@@ -1,4 +1,4 @@
-"""The pages and files that are made of a policy's model, for tools/gen_docs.py."""
+"""The pages and files made of the models of our resources, for tools/gen_docs.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from types import NoneType
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import WithJsonSchema
@@ -16,6 +16,9 @@ from services.autoscaler.policy import PolicySection, PoolAutoscalingPolicy
 from services.autoscaler.policy_file import section_of
 from services.autoscaler.policy_schema import crd, json_schema
 from services.autoscaler.policy_status import PolicyStatus
+from services.autoscaler.structural_schema import Schema
+from services.operator.cluster import ClusterSpec, ClusterStatus
+from services.operator.cluster_schema import cluster_crd
 
 _INTRO = """\
 How the two pools are sized is one YAML file. It is a resource of Kubernetes at the same time, of
@@ -46,10 +49,27 @@ Rules between fields:
 """
 
 
+_CLUSTER_INTRO = """\
+One cluster as a resource of Kubernetes, for the [operator](operations/operator.md). Fields that are
+"as in a pod" or "as in a container" are passed on as they are. `config` holds sections of
+`isthmus.yaml` ([configuration](config.md)), except what has a place of its own here.
+"""
+
+
 def policy_page(note: str) -> str:
     """Every field of a policy, and of its status in Kubernetes."""
-    lines = ["# Policy of the autoscaler", "", note, _INTRO]
-    for title, kind in (("File", PoolAutoscalingPolicy), ("Status", PolicyStatus)):
+    head = ["# Policy of the autoscaler", "", note, _INTRO]
+    return _page(head, (("File", PoolAutoscalingPolicy), ("Status", PolicyStatus)))
+
+
+def cluster_page(note: str) -> str:
+    """Every field of a cluster's resource."""
+    head = ["# The resource IsthmusCluster", "", note, _CLUSTER_INTRO]
+    return _page(head, (("Spec", ClusterSpec), ("Status", ClusterStatus)))
+
+
+def _page(lines: list[str], parts: Sequence[tuple[str, type[PolicySection]]]) -> str:
+    for title, kind in parts:
         lines += [f"## {title}", ""]
         for path, section in _sections(kind, ""):
             lines += [*_table(path, section), ""]
@@ -61,9 +81,17 @@ def schema_file() -> str:
     return json.dumps(json_schema(), indent=1) + "\n"
 
 
-def crd_file(note: str) -> str:
-    """The CustomResourceDefinition. Through JSON, so that nothing is written as a reference."""
-    plain = json.loads(json.dumps(crd()))
+def crd_files(note: str) -> dict[str, str]:
+    """Return the CustomResourceDefinitions, by the name of their file."""
+    return {
+        f"{each['spec']['names']['plural']}.yaml": _crd_file(note, each)
+        for each in (crd(), cluster_crd())
+    }
+
+
+def _crd_file(note: str, definition: Schema) -> str:
+    """Through JSON, so that nothing is written as a reference."""
+    plain = json.loads(json.dumps(definition))
     return f"# {note}\n{yaml.safe_dump(plain, sort_keys=False, width=100)}"
 
 
@@ -111,7 +139,9 @@ def _name(kind: object, metadata: Sequence[object] = ()) -> str:
         return _choice(tuple(kind))
     if isinstance(kind, type) and issubclass(kind, PolicySection):
         return "section"
-    names: dict[object, str] = {int: "integer", bool: _choice(("true", "false")), str: "text"}
+    names: dict[object, str] = {
+        int: "integer", bool: _choice(("true", "false")), str: "text", Any: "anything",
+    }  # fmt: skip
     return names[kind]
 
 

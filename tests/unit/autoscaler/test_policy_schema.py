@@ -11,7 +11,8 @@ import yaml
 
 from services.autoscaler.policy import PolicySection, PolicySpec
 from services.autoscaler.policy_file import EXAMPLE, section_of
-from services.autoscaler.policy_schema import Schema, crd, json_schema
+from services.autoscaler.policy_schema import crd, json_schema
+from services.autoscaler.structural_schema import Schema
 
 ROOT: Schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 # What a structural schema may say of a place, as far as this one says it.
