@@ -41,13 +41,14 @@
 {{- include "isthmus.podTemplate" (mergeOverwrite (dict "container" $container "checksum" ($config | sha256sum) "claims" $claims "hostNetwork" (and $v.transfer.rdma.enabled $v.transfer.rdma.hostNetwork)) .) -}}
 {{- end -}}
 
-{{/* kubelet's gRPC probes speak no TLS: with certificates the port alone is looked at. */}}
+{{/* kubelet's gRPC probes speak no TLS: with certificates the metrics port is asked, which is plain HTTP. */}}
 {{- define "isthmus.workerProbes" -}}
 {{- $port := .root.Values.workerPorts.grpc | int -}}
 {{- $ready := dict "grpc" (dict "port" $port "service" "readiness") -}}
 {{- $live := dict "grpc" (dict "port" $port "service" "liveness") -}}
 {{- if ne .root.Values.tls.mode "none" -}}
-{{- $ready = dict "tcpSocket" (dict "port" "grpc") -}}{{- $live = $ready -}}
+{{- $ready = dict "httpGet" (dict "path" "/ready" "port" "metrics") -}}
+{{- $live = dict "httpGet" (dict "path" "/live" "port" "metrics") -}}
 {{- end -}}
 {{- include "isthmus.probes" (dict "c" .c "startup" $ready "readiness" $ready "liveness" $live) -}}
 {{- end -}}
