@@ -28,6 +28,7 @@ from services.gateway.openai_output import DONE_EVENT, AnswerFacts, StreamWriter
 from services.sim.prices import prices_yaml
 from services.telemetry.catalog import Histogram, all_metrics, all_spans
 from tools.chart_page import chart_page
+from tools.chart_schema import values_schema
 from tools.policy_page import cluster_page, crd_files, policy_page, schema_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,9 @@ def pages() -> dict[Path, str]:
         docs / "cluster.md": cluster_page(NOTE),
         Path("loadtest") / "cost.yaml": prices_page(),
         Path("deploy") / "policy.schema.json": schema_file(),
+        Path("helm/isthmus/values.schema.json"): values_schema(
+            ROOT / "helm/isthmus/values.schema.json"
+        ),
         Path("helm/isthmus/README.md"): chart_page(ROOT / "helm/isthmus/values.yaml", NOTE),
         **{Path("helm/isthmus/crds") / name: text for name, text in crd_files(GENERATED).items()},
     }

@@ -186,6 +186,9 @@ def test_row_05_schema_refuses_wrong_types_and_ranges() -> None:
         {"config": {"models": {}}},
         {"redis": {"external": {"port": 0}}},
         {"monitoring": {"interval": "15"}},
+        {"config": {"worker": {"max_num_seqz": 4}}},
+        {"config": {"store": {"url": "redis://user:password@store"}}},  # a secret
+        {"autoscaler": {"policy": {"pools": [{"name": "prefill", "minReplicaz": 1}]}}},
     )
     for wrong in cases:
         assert "schema" in refusal(wrong)
