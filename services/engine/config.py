@@ -30,7 +30,7 @@ class EngineConfig:
     priority_ageing_s: float = 30.0  # waiting this long counts as one priority level
     prefill_weight: float = 1.0
     decode_weight: float = 1.0
-    watchdog_s: float = 3.0  # no progress for this long, or 5 usual steps, means dead
+    watchdog_s: float = 3.0  # no progress for so long, or 5 predicted or usual steps, is dead
     warmup_watchdog_s: float = 60.0  # the same before the first steps are done
     idle_wait_s: float = 0.25
     # Blocks read in a peer's pool (plane attach): an answer of so many tokens never moves them.

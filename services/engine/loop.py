@@ -25,7 +25,7 @@ from services.engine.api import (
 from services.engine.config import EngineConfig, check_role_weights
 from services.engine.plan import StepPlan, StepResult
 from services.engine.scheduler import Scheduler
-from services.engine.watchdog import Watchdog
+from services.engine.watchdog import Watchdog, patience_s
 from services.kv.attached import AttachedKv
 from services.kv.form import EXACT
 from services.telemetry.logs import get_logger
@@ -33,7 +33,6 @@ from services.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 _SNAPSHOT_WAIT_S = 5.0
-_USUAL_STEPS = 5.0  # no progress for this many usual steps is too long
 
 
 class Executor(Protocol):
@@ -78,6 +77,7 @@ class EngineLoop:
         self._is_stopping = False
         self._has_failed = False
         self._progress_at = clock.now()
+        self._predicted_s = 0.0  # of the step under way
         self._watchdog = Watchdog()
         self._load = scheduler.load()
         self._on_events: Callable[[Sequence[EngineEvent]], None] | None = None
@@ -224,7 +224,7 @@ class EngineLoop:
         usual = self._scheduler.stats.step_s
         if usual is None:  # first steps page in weights and build kernels
             return self._config.warmup_watchdog_s
-        return max(self._config.watchdog_s, _USUAL_STEPS * usual)
+        return patience_s(self._config.watchdog_s, usual, self._predicted_s)
 
     # -- engine thread ---------------------------------------------------------------------
 
@@ -250,6 +250,9 @@ class EngineLoop:
         if self._scheduler.has_events:
             # A receive opens, and a cancelled transfer ends, before the step and not after it.
             self._deliver()
+        self._predicted_s = self._scheduler.stats.predicted_s(
+            plan.num_prefill_tokens, self._load.resident_tokens
+        )
         result = self._executor.execute(plan)
         self._scheduler.apply(result, self._clock.now())
         self._deliver()

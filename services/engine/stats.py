@@ -119,6 +119,13 @@ class EngineStats:
         """Usual time of a step; None until it is known."""
         return self._step_s.value
 
+    def predicted_s(self, num_prefill: int, resident_tokens: int) -> float:
+        """Time a step of so many prompt tokens should take; 0 until a rate is known."""
+        a, b = self._decode_us.line()
+        rate = self._prefill_rate.value
+        prefill_s = num_prefill / rate if rate else 0.0
+        return prefill_s + (a + b * resident_tokens) / 1e6
+
     def decode_line_us(self) -> tuple[float, float]:
         """Time of a decode step: a + b x resident tokens, microseconds."""
         return self._decode_us.line()

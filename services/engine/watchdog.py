@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 MAX_ASK_GAP_S = 1.0
+_STEPS = 5.0  # no progress for as long as so many steps take is too long
+
+
+def patience_s(floor_s: float, usual_s: float, predicted_s: float) -> float:
+    """Return how long a step may take: long ones that were meant to be long are no fault."""
+    return max(floor_s, _STEPS * usual_s, _STEPS * predicted_s)
 
 
 class Watchdog:

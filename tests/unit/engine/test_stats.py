@@ -119,3 +119,14 @@ def test_stage_clock_loses_no_microsecond() -> None:
     times = clock.times(now + 0.5)
     total = times.queue_us + times.prefill_us + times.handoff_us + times.decode_us
     assert total == int((now + 0.5) * 1e6) - int(100.0000004 * 1e6)
+
+
+def test_a_step_is_predicted_by_its_prompt_tokens_and_what_is_resident() -> None:
+    stats = EngineStats()
+    assert stats.predicted_s(512, 0) == 0.0
+    for _ in range(4):
+        stats.step_done(elapsed_s=0.01, num_prefill=0, num_decode=1, resident_tokens=100)
+    for _ in range(4):
+        stats.step_done(elapsed_s=0.1, num_prefill=100, num_decode=0, resident_tokens=0)
+    assert stats.predicted_s(0, 100) == pytest.approx(0.01)
+    assert stats.predicted_s(6000, 100) == pytest.approx(6.01, rel=0.2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from services.engine.watchdog import MAX_ASK_GAP_S, Watchdog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.watchdog import MAX_ASK_GAP_S, Watchdog, patience_s
 
 
 def test_time_without_progress_adds_up() -> None:
@@ -26,3 +29,13 @@ def test_frozen_process_does_not_take_its_engine_for_dead() -> None:
     assert watchdog.stalled_s(10.0, 21.0) == 1.0 + MAX_ASK_GAP_S
     # Also when the engine had done a step since the last question.
     assert watchdog.stalled_s(21.0, 31.0) == MAX_ASK_GAP_S
+
+
+@given(st.floats(0, 60), st.floats(0, 60))
+def test_no_step_is_given_up_before_five_times_what_was_predicted(
+    usual_s: float, predicted_s: float
+) -> None:
+    """RB-113: a long prefill is no fault; a frozen step is one after the bound and not later."""
+    patience = patience_s(3.0, usual_s, predicted_s)
+    assert patience in (3.0, 5 * usual_s, 5 * predicted_s)
+    assert patience >= max(3.0, 5 * usual_s, 5 * predicted_s)
