@@ -145,7 +145,7 @@ class GatewayServer:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones. False if some still run."""
         self.desk.start_draining()
-        await self._health.enter_graceful_shutdown()
+        await self._set_health(is_ready=False)
         return await self.desk.wait_idle(timeout_s)
 
     async def stop(self, drain_s: float) -> bool:
@@ -289,8 +289,10 @@ class GatewayServer:
     async def _set_health(self, *, is_ready: bool) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         status = serving if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", INFERENCE):
+        for name in ("", INFERENCE, "readiness"):
             await self._health.set(name, status)
+        # Who answers at all lives: a router that drains or finds no workers must not be killed.
+        await self._health.set("liveness", serving)
 
 
 def _listen(address: str, *, is_shared: bool = False) -> socket.socket:

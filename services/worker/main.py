@@ -422,7 +422,18 @@ class _Worker:
         assert self._parts is not None
         self._is_leaving = True
         await self._tell_health(self._parts)
-        await self._parts.operations.leave()
+        leaving = asyncio.create_task(self._parts.operations.leave())
+        # A hung engine never empties: to wait for it until the limit would help nobody.
+        failing = asyncio.create_task(self.failed())
+        try:
+            await asyncio.wait({leaving, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                await leaving
+            else:
+                log.error("worker.drain_given_up", reason=await failing)
+        finally:
+            leaving.cancel()
+            failing.cancel()
 
     async def stop(self) -> None:
         """End what is left with a code, then free everything."""

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from services.chaos.scripted_model import make_scripted_model
 from services.chaos.scripted_worker import ScriptedBackend, Speed
+from services.common.address import HeldPort
 from services.common.clock import SystemClock
 from services.common.config import IsthmusConfig, ModelSettings, StoreSettings, WorkerSettings
 from services.common.errors import RequestError
@@ -174,9 +175,29 @@ async def test_an_idle_worker_lives_and_one_that_hangs_in_a_step_does_not(
             status, why = await asyncio.to_thread(ask_http, port, path)
             assert (status, "makes no progress" in why) == (503, True)
         assert "makes no progress" in await worker.failed()
+        # A drain of such a worker ends by itself: what it waits for never comes.
+        await asyncio.wait_for(worker.drain(), 60.0)
     finally:
         hold.gate.set()
         if hung is not None:
             await asyncio.gather(hung, return_exceptions=True)
         await worker.stop()
         worker.remove_runtime_dir()
+
+
+async def test_a_worker_without_a_store_runs_and_is_not_ready(tmp_path: Path) -> None:
+    """RB-116: it neither ends nor says that it could serve."""
+    nobody = HeldPort("127.0.0.1")  # held, and nothing listens
+    url = f"redis://127.0.0.1:{nobody.number}/0"
+    config = make_config(make_scripted_model(tmp_path / "model"), url, tmp_path / "run")
+    worker = _Worker(config, lambda *_: ScriptedBackend(Speed()), SystemClock())
+    try:
+        await worker.start()
+        assert worker._parts is not None
+        address = worker._parts.lease._info.address
+        await eventually_says(address, LIVENESS, SERVING)
+        await eventually_says(address, READINESS, NOT_SERVING)
+    finally:
+        await worker.stop()
+        worker.remove_runtime_dir()
+        nobody.release()

@@ -336,7 +336,7 @@ async def test_health_follows_readiness(text_model: TextModel) -> None:
         stub = health_pb2_grpc.HealthStub(doors.channel)
         serving = health_pb2.HealthCheckResponse.SERVING
 
-        for name in ("", "isthmus.v1.Inference"):
+        for name in ("", "isthmus.v1.Inference", "readiness"):
             watch = stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=10)
             while (await watch.read()).status != serving:
                 pass
@@ -345,6 +345,8 @@ async def test_health_follows_readiness(text_model: TextModel) -> None:
             pass
         check = await stub.Check(health_pb2.HealthCheckRequest(service=""))
         assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        check = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))
+        assert check.status == serving  # what has no workers must not be started again
         answer = await doors.http.get("/ready")
         assert (answer.status_code, answer.json()["reason"]) == (503, "no decode worker")
         assert (await doors.http.get("/health")).status_code == 200
