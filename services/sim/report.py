@@ -76,7 +76,11 @@ class SimReport:
 
     def skip(self, share: float) -> SimReport:
         """Return the report without the first requests: caches are cold at first."""
-        return replace(self, requests=self.requests[int(len(self.requests) * share) :])
+        return self.after(int(len(self.requests) * share))
+
+    def after(self, count: int) -> SimReport:
+        """Return the report without so many of the first requests."""
+        return replace(self, requests=self.requests[count:])
 
     @property
     def answered(self) -> list[Served]:

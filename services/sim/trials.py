@@ -25,7 +25,7 @@ _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
 )  # fmt: skip
-WARM_UP = 0.1  # share of a run's requests that are not counted: caches and queues fill first
+WARM_UP = 0.1  # share of a run's requests that are not counted at least
 ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
 
 Outcome = Literal["meets", "unresolved", "fails"]
@@ -77,6 +77,17 @@ class Run:
 
     workload: Workload
     seed: int
+    num_lead: int = 0  # its first requests, which came before it and fill the caches
+
+    @property
+    def num_uncounted(self) -> int:
+        """Number of its first requests that say nothing: caches and queues fill."""
+        return max(self.num_lead, int(len(self.workload.arrivals) * WARM_UP))
+
+    @property
+    def num_counted(self) -> int:
+        """Number of the others."""
+        return len(self.workload.arrivals) - self.num_uncounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +182,7 @@ class Trials:
                 raise OutOfTime(f"{size} could not be tried on {run.workload.name}")
             self.tell(f"{self.what} {size}", len(reports) / len(self.runs))
             reports.append(simulate(run.workload, spec, seed=run.seed))
-            trial = _trial(size, self.slo, reports)
+            trial = _trial(size, self.slo, self.runs, reports)
             if self._is_hopeless(trial, len(reports)):
                 break
         self.tell(f"{self.what} {size}: {trial.attainment:.3f}", 1.0)
@@ -179,13 +190,8 @@ class Trials:
 
     def _is_hopeless(self, trial: Trial, num_runs: int) -> bool:
         """Whether the target is missed even if all that is left to run goes well."""
-        left = sum(_num_counted(run.workload) for run in self.runs[num_runs:])
+        left = sum(run.num_counted for run in self.runs[num_runs:])
         return trial.num_good + left < self.slo.attain * (trial.num_requests + left)
-
-
-def _num_counted(workload: Workload) -> int:
-    total = len(workload.arrivals)
-    return total - int(total * WARM_UP)
 
 
 def spec_of(size: Size, model: PerformanceModel) -> ClusterSpec:
@@ -200,8 +206,9 @@ def spec_of(size: Size, model: PerformanceModel) -> ClusterSpec:
     )
 
 
-def _trial(size: Size, slo: Slo, reports: Sequence[SimReport]) -> Trial:
-    counted = [report.skip(WARM_UP) for report in reports]
+def _trial(size: Size, slo: Slo, runs: Sequence[Run], reports: Sequence[SimReport]) -> Trial:
+    """Sum up the first runs, of which there are reports."""
+    counted = [report.after(run.num_uncounted) for run, report in zip(runs, reports, strict=False)]
     requests = [request for report in counted for request in report.requests]
     last = [r.is_good(slo.ttft_s, slo.tpot_s) for c in counted for r in c.skip(2 / 3).requests]
     return Trial(

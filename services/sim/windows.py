@@ -14,20 +14,23 @@ MAX_RUNS = 40  # to choose by and to check, together
 
 
 def runs_of_trace(workload: Workload, num_requests: int, num_runs: int, seed: int) -> Runs:
-    """Cut runs that share no request, spread over a trace; every second one is for checking.
+    """Cut runs that count no request twice, spread over a trace; every second one is for checking.
 
-    A trace that is too short for two is one run, and is checked by the same prompts at instants
-    that are moved by chance.
+    Each begins with what came before it, up to as many requests again, which fill the caches. A
+    trace that is too short for two runs is one, with cold caches, and is checked by the same
+    prompts at instants that are moved by chance.
     """
     total = len(workload.arrivals)
     size = min(num_requests, total)
-    count = min(2 * num_runs, total // size)
+    lead = min(size, max(0, total - 2 * size))  # before the first one
+    count = min(2 * num_runs, (total - lead) // size)
     if count == 1:
         check = Run(jittered(_window(workload, 0, total), seed), seed)
         return (Run(_window(workload, 0, total), seed),), (check,)
+    starts = [lead + (total - size - lead) * i // (count - 1) for i in range(count)]
     runs = [
-        Run(_window(workload, (total - size) * i // (count - 1), size), _seed(seed, i))
-        for i in range(count)
+        Run(_window(workload, start, size, lead), _seed(seed, i), lead)
+        for i, start in enumerate(starts)
     ]
     return tuple(runs[::2]), tuple(runs[1::2])
 
@@ -54,8 +57,8 @@ def _seed(seed: int, number: int) -> int:
     return seed * MAX_RUNS + number
 
 
-def _window(workload: Workload, start: int, num_requests: int) -> Workload:
-    arrivals = workload.arrivals[start : start + num_requests]
+def _window(workload: Workload, start: int, num_requests: int, num_lead: int = 0) -> Workload:
+    arrivals = workload.arrivals[start - num_lead : start + num_requests]
     moved = [_moved(a, a.at_s - arrivals[0].at_s) for a in arrivals]
     last = start + num_requests - 1
     return _named(workload, f"{workload.name}, requests {start} to {last}", moved)

@@ -197,16 +197,51 @@ def test_the_limit_names_the_pool_and_what_breaks_there(strict: Sizing) -> None:
     assert one.limiting_role == "aggregated"
 
 
-def test_runs_of_a_trace_share_no_request_and_start_at_zero() -> None:
+def test_runs_of_a_trace_count_no_request_twice_and_start_at_zero() -> None:
     arrivals = tuple(Arrival(100.0 + i, 64 * (i + 1), 2, tuple(range(1))) for i in range(100))
     load = Workload("t", 64, arrivals)
     runs, check_runs = runs_of_trace(load, 20, 2, seed=3)
     assert [len(r) for r in (runs, check_runs)] == [2, 2]
-    seen = [a.num_tokens for run in (*runs, *check_runs) for a in run.workload.arrivals]
+    seen = [
+        a.num_tokens
+        for run in (*runs, *check_runs)
+        for a in run.workload.arrivals[run.num_uncounted :]
+    ]
     assert len(seen) == len(set(seen)) == 80
     assert all(run.workload.arrivals[0].at_s == 0.0 for run in (*runs, *check_runs))
     assert runs[0].workload.arrivals[0].num_tokens == 64  # from the first request ..
     assert check_runs[1].workload.arrivals[-1].num_tokens == 6400  # .. to the last
+
+
+def test_runs_of_a_trace_begin_with_what_came_before_them() -> None:
+    arrivals = tuple(Arrival(float(i), 64 * (i + 1), 2, (i,)) for i in range(100))
+    runs, check_runs = runs_of_trace(Workload("t", 64, arrivals), 20, 2, seed=3)
+    numbers = [[a.units[0] for a in run.workload.arrivals] for run in (*runs, *check_runs)]
+    counted = [n[run.num_uncounted :] for n, run in zip(numbers, (*runs, *check_runs), strict=True)]
+    assert counted == [[*range(at, at + 20)] for at in (20, 60, 40, 80)]
+    assert numbers == [[*range(at, at + 40)] for at in (0, 40, 20, 60)]
+    assert runs[1].workload.name == "t, requests 60 to 79"
+    assert {run.num_counted for run in (*runs, *check_runs)} == {20}
+
+
+def test_a_size_is_judged_with_the_caches_it_would_have() -> None:
+    """A prompt that came before a run is cached in it, and none before it is counted."""
+    slow = default_model().model_copy(
+        update={"prefill": default_model().prefill.model_copy(update={"token_s": 1e-3})}
+    )
+    prompts = tuple(
+        Arrival(3.0 * i, 4096, 2, tuple(range(i % 10 * 8, i % 10 * 8 + 8))) for i in range(30)
+    )
+    (cold,), _ = runs_of_trace(Workload("t", 512, prompts[:10]), 10, 1, seed=0)
+    (warm,), _ = runs_of_trace(Workload("t", 512, prompts), 10, 1, seed=0)
+    tried = {
+        run.num_lead: Trials((run,), slow, Slo(1.0, 0.1), ManualClock(), math.inf, silent).of(
+            Size(1, 1)
+        )
+        for run in (cold, warm)
+    }
+    assert (tried[0].attainment, tried[10].attainment) == (0.0, 1.0)
+    assert (tried[0].num_requests, tried[10].num_requests) == (9, 10)
 
 
 def test_a_short_trace_is_checked_at_other_instants() -> None:
