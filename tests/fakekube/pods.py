@@ -8,6 +8,7 @@ from typing import Any
 
 from services.common.clock import Clock
 from tests.fakekube.kinds import Kind, Resource
+from tests.fakekube.references import Reference, references
 from tests.fakekube.store import Store
 
 NODE = "node-1"
@@ -77,14 +78,15 @@ class Pods:
         if not pod["spec"].get("nodeName"):
             self._schedule(pod, now)
             return None
-        if plan.never_starts:
-            self._tell(pod, "Pending", _waiting(pod, plan.never_starts, 0), is_ready=False)
+        if phase != "Running" and (reason := plan.never_starts or self._refusal(pod)):
+            self._since[uid] = now
+            self._tell(pod, "Pending", _waiting(pod, reason, 0), is_ready=False)
             return None
         crashed = self._crashed.get(uid)
         if crashed is not None and now < crashed[0]:
             return crashed[0]
         due = self._since[uid] + plan.startup_s
-        if now < due:
+        if phase != "Running" and now < due:
             self._tell(pod, "Pending", _waiting(pod, "ContainerCreating", 0), is_ready=False)
             return due
         return self._run(pod, plan, now, due)
@@ -150,6 +152,19 @@ class Pods:
             if wanted.get(name, 0) > there - taken:
                 return name
         return ""
+
+    def _refusal(self, pod: Resource) -> str:
+        """Say why containers cannot be made: what they need is not there."""
+        space = pod["metadata"]["namespace"]
+        has_all = all(self._has(space, need) for need in references(pod["spec"]))
+        return "" if has_all else "CreateContainerConfigError"
+
+    def _has(self, namespace: str, need: Reference) -> bool:
+        found = self._store.find(("", need.plural), namespace, need.name)
+        if found is None:
+            return False
+        data = {**(found.get("data") or {}), **(found.get("binaryData") or {})}
+        return set(need.keys) <= data.keys()
 
     def _next_address(self, _pod: Resource) -> str:
         self._count += 1

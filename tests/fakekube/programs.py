@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.kube_tools import kube_tools
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.fakekube.programs import Programs
 from tests.fakekube.small import write_chart
 
 pytestmark = pytest.mark.integration
-_WAIT = ("--wait", "--timeout", "60s")
+_WAIT = ("--wait", "--timeout", "180s")
 
 
 async def test_installs_upgrades_rolls_back_and_uninstalls(
@@ -60,7 +60,7 @@ async def test_a_hook_that_fails_ends_the_upgrade(
     await programs.helm("install", "rel", chart, *_WAIT)
     kube.pods.plan = lambda _pod: PodPlan(exit_code=1)
     done = await programs.failing(
-        "helm", "upgrade", "rel", str(chart), "--set", "text=second", "--timeout", "60s"
+        "helm", "upgrade", "rel", str(chart), "--set", "text=second", "--timeout", "180s"
     )
     assert "pre-upgrade hooks failed" in done.err
     assert kube.see("configmaps", "rel")["data"] == {"text": "first"}

@@ -18,8 +18,8 @@ async def test_applies_scales_waits_and_deletes(anywhere: Programs) -> None:
     said = [await anywhere.kubectl("apply", "-f", "-", stdin=DEPLOYMENT) for _ in range(2)]
     assert said == ["deployment.apps/web created\n", "deployment.apps/web unchanged\n"]
     await anywhere.kubectl("scale", "deployment/web", "--replicas=3")
-    await anywhere.kubectl("rollout", "status", "deployment/web", "--timeout=60s")
-    await anywhere.kubectl("wait", "--for=condition=Available", "deployment/web", "--timeout=60s")
+    await anywhere.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
+    await anywhere.kubectl("wait", "--for=condition=Available", "deployment/web", "--timeout=180s")
     pods = json.loads(await anywhere.kubectl("get", "pods", "-l", "app=web", "-o", "json"))
     assert [pod["status"]["phase"] for pod in pods["items"]] == ["Running"] * 3
     await anywhere.kubectl("delete", "deployment", "web", "--cascade=foreground")

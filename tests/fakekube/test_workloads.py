@@ -244,3 +244,15 @@ def test_a_namespace_takes_what_is_in_it_along() -> None:
     kube.settle()
     assert kube.find("namespaces", "mine") is None
     assert kube.all("configmaps", "mine") == []
+
+
+def test_a_pod_waits_for_what_it_mounts() -> None:
+    kube = make_kube()
+    source = {"secretKeyRef": {"name": "keys", "key": "one"}}
+    make_deployment(kube, 1, template=template("a:1", env=[{"name": "KEY", "valueFrom": source}]))
+    (pod,) = kube.all("pods")
+    (status,) = pod["status"]["containerStatuses"]
+    assert status["state"]["waiting"]["reason"] == "CreateContainerConfigError"
+    kube.add("v1", "Secret", "keys", "default", stringData={"one": "1"})
+    kube.settle()
+    assert conditions(kube)["Available"][0] == "True"
