@@ -210,9 +210,7 @@ class Server:
     ) -> web.Response:
         """Answer in the form that is asked for."""
         shown = self._form(request, kind, found)
-        headers = [
-            ("Warning", f'299 - "{text}"'.replace("\n", " ")) for text in self._kube.api.warnings
-        ]
+        headers = [("Warning", f"299 - {json.dumps(text)}") for text in self._kube.api.warnings]
         text = json.dumps(shown)
         return web.Response(
             text=text, status=status, headers=headers, content_type="application/json"
