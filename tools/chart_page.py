@@ -31,6 +31,7 @@ Installing, sizes, security, upgrades: [kubernetes.md](../../docs/operations/kub
 | `values-production.yaml` | CPUs, keys, TLS, a store of one's own, the autoscaler |
 | that and `values-h100.yaml` or `values-h200.yaml` | a GPU for each replica; rendered, not run |
 | those and `values-rdma.yaml` | KV over NCCL with RDMA; rendered, not run |
+| `values-cpu.yaml`, `values-operator.yaml` | the operator and one IsthmusCluster |
 | `values-cpu.yaml`, `values-ray.yaml` | actors on a KubeRay RayCluster; rendered, not run |
 
 ## Values

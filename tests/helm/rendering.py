@@ -34,6 +34,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "h200": ("production", "h200"),
     "rdma": ("production", "h100", "rdma"),
     "ray": ("cpu", "ray"),
+    "operator": ("cpu", "operator"),
 }
 MONITORING, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
 

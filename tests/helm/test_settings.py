@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from services.autoscaler.policy_file import load_policy
 from services.cli.main import app
 from services.common.config import IsthmusConfig, load_config
+from services.operator.cluster import parse_spec
+from services.operator.configuration import configuration, configuration_faults
 from tests.helm.rendering import RELEASE, SETS, Manifest, Pod, Rendered, refusal, render, render_set
 
 POOLS = ("prefill", "decode")
-SERVING = ("router", *POOLS, "autoscaler", "ray")
+SERVING = ("router", *POOLS, "autoscaler", "ray", "operator")
 # What a pod sees of fields and Secrets.
 _FIELDS = {"status.podIP": "10.1.2.3", "metadata.name": "pod-7"}
 every_set = pytest.mark.parametrize("name", sorted(SETS))
@@ -65,7 +67,8 @@ def test_every_process_takes_its_settings(name: str, tmp_path: Path) -> None:
     assert processes(rendered)
     for pod, container in processes(rendered):
         config = loaded(rendered, pod, container, tmp_path)
-        assert config.store.url.get_secret_value().startswith("redis")
+        is_told = "ISTHMUS_STORE__URL" in environment(container)
+        assert is_told == (pod.component != "operator")  # which has no business with the store
         if pod.component in POOLS:
             assert config.worker.worker_id == "pod-7"
             assert config.worker.bind_host == "10.1.2.3"
@@ -102,6 +105,8 @@ def test_arguments_are_those_of_the_command(name: str) -> None:
             continue  # KubeRay writes `ray start`
         program, *words = container["command"]
         assert program == "isthmus", pod.component
+        if words == ["operator"]:
+            continue
         told = runner.invoke(app, [*words, "--help"], env={"COLUMNS": "400"}).output
         flags = {each.split("=")[0] for each in container["args"] if each.startswith("--")}
         assert flags
@@ -124,6 +129,49 @@ def test_probes_services_and_policies_name_ports_that_are_bound(name: str, tmp_p
             for action in (container.get(probe) or {}).values():
                 if isinstance(action, dict):
                     assert action["port"] in ports or action["port"] in ports.values()
+
+
+def test_cluster_of_the_operator_is_one_it_takes_and_of_the_same_settings() -> None:
+    by_hand, rendered = render_set("cpu"), render_set("operator")
+    (cluster,) = rendered.all("IsthmusCluster")
+    spec = parse_spec(cluster["spec"])
+    assert not list(configuration_faults(spec))
+    for component in ("router", *POOLS):
+        text = by_hand.of("ConfigMap", component)["data"]["isthmus.yaml"]
+        assert configuration(spec, component) == yaml.safe_load(text), component
+    assert not {pod.component for pod in rendered.pods} & {"router", *POOLS}
+
+
+@pytest.mark.parametrize("profiles", [("production",), ("production", "h100")])
+def test_other_profiles_make_clusters_the_operator_takes(profiles: tuple[str, ...]) -> None:
+    plain: Manifest = {
+        "podDefaults": {"topologySpreadConstraints": []},
+        "router": {"processes": 1},
+        "operator": {"enabled": True},
+        "cluster": {"create": True},
+    }
+    rendered = render(profiles, plain)
+    (cluster,) = rendered.all("IsthmusCluster")
+    spec = parse_spec(cluster["spec"])
+    assert not list(configuration_faults(spec))
+    account = rendered.one("ServiceAccount", spec.autoscaler.service_account_name)
+    (subject,) = rendered.of("RoleBinding", "autoscaler")["subjects"]
+    assert subject["name"] == account["metadata"]["name"]
+    (policy,) = rendered.all("PoolAutoscalingPolicy")
+    assert policy["spec"]["clusterRef"] == {"name": cluster["metadata"]["name"]}
+
+
+def test_what_a_cluster_has_no_place_for_is_refused() -> None:
+    cases: tuple[Manifest, ...] = (
+        {"router": {"sidecars": [{"name": "s"}]}},
+        {"pools": {"decode": {"extraVolumes": [{"name": "v"}]}}},
+        {"pools": {"prefill": {"dra": {"enabled": True}}}},
+        {"transfer": {"rdma": {"enabled": True}}},
+        {"router": {"processes": 2}},
+        {"redis": {"bundled": {"existingSecret": "s"}}},
+    )
+    for values in cases:
+        assert "cluster.create:" in refusal(values, ("cpu", "operator"))
 
 
 def test_autoscaler_drives_the_deployments_there_are() -> None:

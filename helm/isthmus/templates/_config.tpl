@@ -6,6 +6,7 @@
 {{- $isWorker := has .component (list "prefill" "decode" "ray") -}}
 {{- $model := dict "name" $v.model.name -}}
 {{- if $v.model.servedName }}{{ $_ := set $model "served_name" $v.model.servedName }}{{ end -}}
+{{- if $v.model.weightsDigest }}{{ $_ := set $model "weights_digest" $v.model.weightsDigest }}{{ end -}}
 {{- if $v.model.maxModelLen }}{{ $_ := set $model "max_model_len" ($v.model.maxModelLen | int) }}{{ end -}}
 {{- if ne $v.model.volume.type "none" }}{{ $_ := set $model "cache_dir" "/models" }}{{ end -}}
 {{- $telemetry := dict "log_level" $v.logs.level "log_format" $v.logs.format "sample_ratio" $v.otel.sampleRatio -}}
@@ -35,7 +36,8 @@
 
 {{- define "isthmus.routerConfig" -}}
 {{- $v := .root.Values -}}
-{{- $router := dict "grpc_port" ($v.router.grpcPort | int) "http_port" ($v.router.httpPort | int) "metrics_port" ($v.router.metricsPort | int) "processes" ($v.router.processes | int) "drain_s" $v.router.drainSeconds -}}
+{{- $router := dict "grpc_port" ($v.router.grpcPort | int) "http_port" ($v.router.httpPort | int) "metrics_port" ($v.router.metricsPort | int) "drain_s" $v.router.drainSeconds -}}
+{{- if gt ($v.router.processes | int) 1 }}{{ $_ := set $router "processes" ($v.router.processes | int) }}{{ end -}}
 {{- with $v.router.bindHost -}}
 {{- $_ := set $router "grpc_host" . -}}{{- $_ := set $router "http_host" . -}}{{- $_ := set $router "metrics_host" . -}}
 {{- end -}}
@@ -97,9 +99,8 @@
 {{- if .Values.redis.external.enabled }}{{ .Values.redis.external.caKey }}{{ end -}}
 {{- end -}}
 
-{{/* Variables every process needs: who it is, where it is, and the store's address, which is a secret. */}}
-{{- define "isthmus.env" -}}
-{{- $v := .root.Values -}}
+{{/* Variables every process needs: who and where it is. */}}
+{{- define "isthmus.podEnv" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: POD_NAME
@@ -108,6 +109,12 @@
   value: /run/isthmus
 - name: HOME
   value: /tmp
+{{- end -}}
+
+{{/* And the store's address, which is a secret. */}}
+{{- define "isthmus.env" -}}
+{{- $v := .root.Values -}}
+{{ include "isthmus.podEnv" . }}
 {{- if $v.redis.external.enabled }}
 - name: ISTHMUS_STORE__URL
   valueFrom: {secretKeyRef: {name: {{ $v.redis.external.existingSecret | quote }}, key: {{ $v.redis.external.urlKey | quote }}}}

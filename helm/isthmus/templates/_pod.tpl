@@ -37,12 +37,16 @@ rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
 {{- if $v.auth.jwt.existingConfigMap }}{{ $files = append $files (dict "name" "jwks" "configMap" $v.auth.jwt.existingConfigMap) }}{{ end -}}
 {{- if ne $v.tls.mode "none" }}{{ $files = append $files (dict "name" "doors" "secret" $v.tls.doorsSecret) }}{{ end -}}
 {{- end -}}
+{{- if eq $component "operator" -}}
+{{- /* It talks to nobody but the API server. */ -}}
+{{- else -}}
 {{- if ne $v.tls.mode "none" }}{{ $files = append $files (dict "name" "cluster" "secret" (ternary $v.tls.workerSecret $v.tls.routerSecret $isWorker)) }}{{ end -}}
 {{- if $isWorker -}}
 {{- if $v.transfer.existingSecret }}{{ $files = append $files (dict "name" "kv" "secret" $v.transfer.existingSecret) }}{{ end -}}
 {{- if $v.auth.metricsTokenSecret }}{{ $files = append $files (dict "name" "metrics" "secret" $v.auth.metricsTokenSecret) }}{{ end -}}
 {{- end -}}
 {{- with include "isthmus.storeCaKey" .root }}{{ $files = append $files (dict "name" "store" "secret" $v.redis.external.existingSecret "items" (list (dict "key" . "path" "ca.crt"))) }}{{ end -}}
+{{- end -}}
 {{- toJson (dict "files" $files) -}}
 {{- end -}}
 

@@ -71,9 +71,6 @@
 {{- fail "ray.enabled takes the place of pools.kind: leave that at Deployment" }}
 {{- end }}
 {{- end }}
-{{- if $v.operator.enabled }}
-{{- fail "operator: not part of this version of the chart yet" }}
-{{- end }}
 {{- if and $v.cluster.create (not $v.operator.enabled) }}
 {{- fail "cluster.create needs operator.enabled" }}
 {{- end }}

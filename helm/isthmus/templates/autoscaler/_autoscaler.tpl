@@ -19,12 +19,12 @@
 {{- include "isthmus.container" (mergeOverwrite (dict "command" (list "isthmus" "autoscaler") "args" $args "ports" $ports "env" .env "probes" $probes) .x) -}}
 {{- end -}}
 
-{{/* The policy as a file, which is a resource as well. */}}
+{{/* The policy as a file, which is a resource as well. It names the release, or the operator's cluster. */}}
 {{- define "isthmus.policy" -}}
 apiVersion: autoscaling.isthmus.dev/v1alpha1
 kind: PoolAutoscalingPolicy
 metadata:
-  {{- include "isthmus.metadata" (dict "root" . "component" "autoscaler" "name" (include "isthmus.fullname" .)) | nindent 2 }}
+  {{- include "isthmus.metadata" (dict "root" . "component" "autoscaler" "name" (include "isthmus.clusterName" .)) | nindent 2 }}
 spec:
-  {{- mergeOverwrite (dict "clusterRef" (dict "name" (include "isthmus.fullname" .))) (deepCopy .Values.autoscaler.policy) | toYaml | nindent 2 }}
+  {{- mergeOverwrite (dict "clusterRef" (dict "name" (include "isthmus.clusterName" .))) (deepCopy .Values.autoscaler.policy) | toYaml | nindent 2 }}
 {{- end -}}
