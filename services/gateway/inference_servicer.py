@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -52,9 +52,8 @@ from services.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-GenerateContext: TypeAlias = (
-    "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateFrame]"
-)
+# Of bytes: its handler is registered as one of a single response, whose `write` takes no message.
+GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
 _MAX_TRANSPORT_DEADLINE_S = 1e9  # grpc reports "no deadline" as a huge number on some paths
 
 
@@ -86,12 +85,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         context: GenerateContext,
-    ) -> None:
-        """Write a request's frames. Every way it can end gives the client a status."""
+    ) -> bytes:
+        """Write a request's frames but for the last, which is returned and goes with the status.
+
+        Every way a request can end gives the client a status.
+        """
         progress = _Progress(new_request_id(), self._clock.now())
         failure: IsthmusError | None = None
+        last = b""
         try:
-            await self._answer(request, context, progress)
+            last = await self._answer(request, context, progress)
         except IsthmusError as error:
             failure = error
         except TimeoutError:
@@ -113,6 +116,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             asyncio.get_running_loop().call_soon(self._record, "Generate", progress, ended_at)
         if failure is not None:
             await abort(context, failure)
+        return last
 
     async def ListModels(
         self,
@@ -186,7 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: GenerateContext,
         progress: _Progress,
-    ) -> None:
+    ) -> bytes:
         metadata = ADMITTED.get().metadata
         progress.client_request_id = client_id_of(
             request.request_id or metadata.get(CLIENT_REQUEST_ID.name, "")
@@ -208,8 +212,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 writer.close()
                 await _end_of(sending)  # an error's status must not overtake it
                 sending.exception()  # seen: where there is one the call is gone
-            if progress.end is None:
+            if writer.last is None:
                 raise RequestError("internal", "the answer ended without its end")
+            return writer.last.SerializeToString()
 
     async def _run(
         self,
@@ -313,6 +318,7 @@ class _FrameWriter:
         self._pending: inference_pb2.GenerateFrame | None = None
         self._queue: FrameQueue | None = None  # made when something goes through the sink
         self._next_index = 0  # where there is one choice
+        self.last: inference_pb2.GenerateFrame | None = None  # for who sends the status
         self.sink = LiveSink(self)
 
     async def drained(self) -> None:
@@ -353,13 +359,13 @@ class _FrameWriter:
 
     def _put(self, frame: inference_pb2.GenerateFrame) -> bool:
         if self._queue is None:
-            self._queue = FrameQueue(self._context.write)
+            self._queue = FrameQueue(self._send)
         return self._queue.put(frame)
 
     # -- what the request's task writes ------------------------------------------------------
 
     async def write(self, outputs: Sequence[RouterOutput]) -> None:
-        """Write frames, but for the end of a choice that may be the last."""
+        """Write frames, but for the end of a choice that may be the last, and the last of all."""
         self.sink.is_open = False  # it must not overtake these
         if self._pending is None and self._queue is not None:
             self._pending = self._queue.take_back()
@@ -373,7 +379,7 @@ class _FrameWriter:
             elif self._pending is not None:
                 add_request_end(self._pending, output)
                 self._progress.end = output
-                await self._flush()
+                self.last = await self._take_pending()
         if self._pending is not None and not self._pending.HasField("finish"):
             await self._flush()
         self.sink.is_open = self._pending is None and self._progress.end is None
@@ -387,9 +393,15 @@ class _FrameWriter:
         add_choice_end(pending, end)
 
     async def _flush(self) -> None:
+        frame = await self._take_pending()
+        if frame is not None:
+            await self._send(frame)
+
+    async def _take_pending(self) -> inference_pb2.GenerateFrame | None:
+        """Give what is to be written next once all before it is."""
         frame, self._pending = self._pending, None
         if frame is None:
-            return
+            return None
         progress = self._progress
         if progress.ttft_s is None:
             await _end_of(self._head)
@@ -397,7 +409,28 @@ class _FrameWriter:
             progress.ttft_s = self._clock.now() - progress.received_at
         if self._queue is not None:
             await self._queue.drained()
-        await self._context.write(frame)
+        return frame
+
+    async def _send(self, frame: inference_pb2.GenerateFrame) -> None:
+        await self._context.write(frame.SerializeToString())
+
+
+def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Serve Inference.
+
+    Generate goes by as a method of one response, which is the same on the wire: only of those does
+    gRPC send the last message and the status in one batch, for one event instead of two.
+    """
+    generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
+        servicer.Generate,
+        request_deserializer=inference_pb2.GenerateRequest.FromString,
+    )
+    name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+    # Who is added first is asked first.
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(name, {"Generate": generate}),)
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:

@@ -26,12 +26,12 @@ from services.gateway.grpc_auth import AuthInterceptor
 from services.gateway.grpc_decode import DecodeInterceptor
 from services.gateway.hooks import GatewayHooks, NoHooks
 from services.gateway.http_protocol import bounded_protocol
-from services.gateway.inference_servicer import InferenceServicer
+from services.gateway.inference_servicer import InferenceServicer, add_inference
 from services.gateway.openai_http import HttpDoor
 from services.gateway.prepare import Preparer, TextPool
 from services.gateway.reflection import V1, V1ALPHA, add_reflection
 from services.gateway.traffic_control import TrafficControl
-from services.pb import inference_pb2, inference_pb2_grpc
+from services.pb import inference_pb2
 from services.router.api import RouterPort
 from services.telemetry.logs import get_logger
 from services.text.tokenizer import TextModel
@@ -187,7 +187,7 @@ class GatewayServer:
         )
         self._grpc = server
         by_name = cast("grpc.aio.Server", _ByName(server))
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, by_name)
+        add_inference(self._inference, by_name)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, by_name)
         for service in self._extra_services:
             service.register(by_name)
