@@ -14,10 +14,11 @@ import yaml
 
 from services.autoscaler.deployment_driver import DeploymentDriver
 from services.autoscaler.kube_api import KubeApi
+from services.autoscaler.kuberay_driver import KubeRayDirect
 from services.autoscaler.observation import ReplicaState
 from services.autoscaler.policy import OnDeadline
 from services.autoscaler.worker_calls import WorkerCalls
-from services.common.clock import SystemClock
+from services.common.clock import ManualClock, SystemClock
 from tests.fakekube.access import Grant, service_account, unused
 from tests.fakekube.kinds import Resource
 from tests.fakekube.kube import FakeKube
@@ -25,6 +26,7 @@ from tests.fakekube.pods import PodPlan
 from tests.fakekube.programs import Programs
 from tests.fakekube.references import references
 from tests.helm.rendering import CHART, PROFILES, SETS, Rendered, render, render_set
+from tests.support.memory_driver import MemoryDriver
 
 pytestmark = pytest.mark.integration
 _WAIT = ("--wait", "--timeout", "180s")
@@ -104,6 +106,16 @@ class Calls(WorkerCalls):
 
     async def drain(self, address: str) -> None:
         """Have it drain."""
+
+
+def add_ray_pod(kube: FakeKube, group: str) -> str:
+    """Have a pod as KubeRay would make one; nothing does so in the stand-in. Its name."""
+    labels = {"ray.io/cluster": "rel-isthmus", "ray.io/group": group}
+    meta = {"name": f"ray-{group}", "namespace": "default", "labels": labels}
+    spec = {"containers": [{"name": "ray-worker", "image": "ray"}]}
+    made = kube.post({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+    kube.settle()
+    return str(made["metadata"]["name"])
 
 
 @asynccontextmanager
@@ -232,6 +244,39 @@ async def test_the_autoscalers_role_grants_what_it_uses_and_nothing_else(
         await driver.drain(ready, 10.0, OnDeadline.MIGRATE)
         await driver.stop(ready)
     assert sizes(kube)["decode"] == 0
+    assert kube.access.refused(user) == set()
+    assert unused(kube.access.rules_of(user), kube.access.calls_of(user)) == set()
+
+
+async def test_the_role_for_kuberay_grants_what_its_driver_uses_and_nothing_else(
+    kube: FakeKube, programs: Programs, tmp_path: Path
+) -> None:
+    direct = (*profiles("ray"), "--set", "autoscaler.driver=kuberay-direct")
+    await programs.helm("install", "rel", CHART, *direct)
+    (cluster,) = kube.all("rayclusters.ray.io")
+    account = cluster["spec"]["headGroupSpec"]["template"]["spec"]["serviceAccountName"]
+    actors = MemoryDriver(ManualClock())
+    leaving, left = actors.add("decode"), add_ray_pod(kube, "decode")
+    api = KubeApi.in_cluster(*pod_account(kube, tmp_path, account))
+    groups = {"prefill": "prefill", "decode": "decode"}
+    hosts = {leaving: kube.see("pods", left)["status"]["podIP"]}
+
+    async def host_of(name: str) -> str | None:
+        return hosts.get(name)
+
+    driver = KubeRayDirect(actors, api, cluster["metadata"]["name"], groups, host_of)
+    await driver.start("decode", 1)
+    hosts[actors.ids("decode", ReplicaState.STARTING)[0]] = "10.9.9.9"
+    actors.ready()
+    await driver.stop(leaving)
+    await driver.close()
+    (group,) = [
+        group
+        for group in kube.all("rayclusters.ray.io")[0]["spec"]["workerGroupSpecs"]
+        if group["groupName"] == "decode"
+    ]
+    assert (group["replicas"], group["scaleStrategy"]) == (1, {"workersToDelete": [left]})
+    user = service_account("default", account)
     assert kube.access.refused(user) == set()
     assert unused(kube.access.rules_of(user), kube.access.calls_of(user)) == set()
 
