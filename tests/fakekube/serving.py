@@ -16,6 +16,8 @@ from services.runtime.dev_certs import Leaf, make_dev_certs
 from tests.fakekube.kube import FakeKube
 from tests.fakekube.server import Server
 
+_LAST_TURNS = 10  # of the loop, in which clients in it see that their connections have ended
+
 
 def write_kubeconfig(
     path: Path, url: str, ca_file: Path, token: str, namespace: str = "default"
@@ -59,4 +61,5 @@ async def serving(kube: FakeKube, folder: Path) -> AsyncIterator[FakeKube]:
             if connection.transport is not None:
                 connection.transport.abort()
         await runner.cleanup()
-        await asyncio.sleep(0)
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)

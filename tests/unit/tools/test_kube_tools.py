@@ -84,3 +84,9 @@ def test_another_process_that_was_faster_is_no_fault(
     monkeypatch.setattr(subject, "_download", download)
     assert kube_tools(cache).helm.read_bytes() == b"helm!"
     assert len(list(cache.iterdir())) == 1
+
+
+def test_says_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(KubeToolsError, match="linux on x86_64 only"):
+        kube_tools(tmp_path)
