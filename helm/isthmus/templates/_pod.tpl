@@ -37,8 +37,8 @@ rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
 {{- if $v.auth.jwt.existingConfigMap }}{{ $files = append $files (dict "name" "jwks" "configMap" $v.auth.jwt.existingConfigMap) }}{{ end -}}
 {{- if ne $v.tls.mode "none" }}{{ $files = append $files (dict "name" "doors" "secret" $v.tls.doorsSecret) }}{{ end -}}
 {{- end -}}
-{{- if eq $component "operator" -}}
-{{- /* It talks to nobody but the API server. */ -}}
+{{- if has $component (list "operator" "redis") -}}
+{{- /* The one talks to nobody but the API server, the other to nobody. */ -}}
 {{- else -}}
 {{- if ne $v.tls.mode "none" }}{{ $files = append $files (dict "name" "cluster" "secret" (ternary $v.tls.workerSecret $v.tls.routerSecret $isWorker)) }}{{ end -}}
 {{- if $isWorker -}}
@@ -90,9 +90,6 @@ rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
   configMap: {name: {{ .configMap | quote }}, defaultMode: 288}
 {{- end }}
 {{- end }}
-{{- with .c.extraVolumes }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{- define "isthmus.volumeMounts" -}}
@@ -109,9 +106,6 @@ rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
 {{- range (include "isthmus.files" . | fromJson).files }}
 - {name: {{ .name }}, mountPath: /etc/isthmus-secrets/{{ .name }}, readOnly: true}
 {{- end }}
-{{- with .c.extraVolumeMounts }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* Wait before SIGTERM. The `sleep` action of Kubernetes came after 1.29. */}}
@@ -122,7 +116,7 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* {root, component, c, command, args, ports, env, probes, resources?, securityContext?}: the main container. */}}
+{{/* {root, component, c, command?, args, ports, env?, probes?, resources?, securityContext?, mounts?}: the main container. */}}
 {{- define "isthmus.container" -}}
 - name: {{ .containerName | default .component }}
   image: {{ include "isthmus.image" (dict "root" .root "image" .c.image) | quote }}
@@ -142,11 +136,15 @@ lifecycle:
     - {name: {{ .name }}, containerPort: {{ .port | int }}}
     {{- end }}
   {{- end }}
+  {{- if or .env .c.extraEnv }}
   env:
-    {{- .env | nindent 4 }}
+    {{- with .env }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with .c.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- end }}
   {{- with .c.extraEnvFrom }}
   envFrom: {{ toYaml . | nindent 4 }}
   {{- end }}
@@ -157,17 +155,22 @@ lifecycle:
   resources: {{ .resources | default .c.resources | toYaml | nindent 4 }}
   securityContext: {{ .securityContext | default .c.securityContext | toYaml | nindent 4 }}
   volumeMounts:
-    {{- include "isthmus.volumeMounts" . | nindent 4 }}
+    {{- .mounts | default (include "isthmus.volumeMounts" .) | nindent 4 }}
+    {{- with .c.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
-{{/* What is the same in the pod of every component. {root, component, c, container, automount, claims?, hostNetwork?} */}}
+{{/* What is the same in the pod of every component. {root, component, c, container, checksum?, automount?, claims?, hostNetwork?, volumes?} */}}
 {{- define "isthmus.podTemplate" -}}
 metadata:
   labels:
     {{- /* Without the chart's version: a new chart alone replaces no pod. */}}
     {{- mergeOverwrite (deepCopy .c.podLabels) (.podLabels | default dict) (omit (include "isthmus.labels" . | fromYaml) "helm.sh/chart") | toYaml | nindent 4 }}
   annotations:
-    checksum/config: {{ .checksum }}
+    {{- with .checksum }}
+    checksum/config: {{ . }}
+    {{- end }}
     checksum/secret: {{ printf "%s %s" (include "isthmus.files" .) .root.Values.secretsRevision | sha256sum }}
     {{- with mergeOverwrite (deepCopy .root.Values.commonAnnotations) (deepCopy .c.podAnnotations) }}
     {{- toYaml . | nindent 4 }}
@@ -214,7 +217,10 @@ spec:
     {{- tpl (toYaml .) $.root | nindent 4 }}
     {{- end }}
   volumes:
-    {{- include "isthmus.volumes" . | nindent 4 }}
+    {{- .volumes | default (include "isthmus.volumes" .) | nindent 4 }}
+    {{- with .c.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
 {{/* Both pools near one another, where a key is given; affinity of one's own is merged over it. */}}
