@@ -26,7 +26,7 @@ TWO_CLUSTERS := -n 2 --dist loadfile --no-loadscope-reorder
 AGAIN_ALONE := || { echo "failed beside others (see above), now alone:" >&2; \
   $(PYTEST) --last-failed --last-failed-no-failures none
 SOURCES := services kernels loadtest tools tests
-EXTRAS := ray,kubernetes,test,dev
+EXTRAS := worker,ray,kubernetes,test,dev
 
 # A tool of ours must find its neighbours, and nobody's own packages must shadow the locked ones.
 export PATH := $(CURDIR)/$(BIN):$(PATH)

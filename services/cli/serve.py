@@ -141,8 +141,15 @@ def worker(
     from services.runtime.threads import apply_threads
 
     apply_threads(os.environ, loaded.worker.threads)  # before the next line loads torch
+    from services.common.errors import ConfigError
     from services.worker.main import run_worker
-    from services.worker.model_backend import load_model_backend
+
+    try:
+        from services.worker.model_backend import load_model_backend
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError("a worker needs torch: install isthmus[worker]") from None
 
     return run_worker(loaded, load_model_backend, context.obj)
 

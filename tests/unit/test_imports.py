@@ -90,3 +90,41 @@ def test_help_loads_none_of_the_slow_libraries(arguments: str) -> None:
         "print(status, loaded)\n"
     )
     assert out == "0 []\n"
+
+
+def test_commands_of_the_control_plane_load_where_there_is_no_torch() -> None:
+    """Its image has none: an import that is only tried would end the process there."""
+    modules = [
+        "services.cli.main",
+        "services.gateway.main",
+        "services.autoscaler.main",
+        *modules_of("services.autoscaler"),
+        *modules_of("services.operator"),
+    ]
+    out = run_python(
+        "import importlib, sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'triton'):\n"
+        "            raise ModuleNotFoundError(f'no {name} here', name=name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "print('all')\n"
+    )
+    assert out == "all\n"
+
+
+def test_a_worker_without_torch_says_what_to_install() -> None:
+    out = run_python(
+        "import sys\n"
+        "from services.cli.main import run\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(f'no {name} here', name=name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "sys.stderr = sys.stdout\n"
+        "print(run(['worker', '--model', 'smollm2']))\n"
+    )
+    assert "isthmus[worker]" in out
