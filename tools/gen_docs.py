@@ -29,6 +29,7 @@ from services.sim.prices import prices_yaml
 from services.telemetry.catalog import Histogram, all_metrics, all_spans
 from tools.chart_page import chart_page
 from tools.chart_schema import values_schema
+from tools.dashboards import dashboards
 from tools.policy_page import cluster_page, crd_files, policy_page, schema_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,7 @@ def pages() -> dict[Path, str]:
         Path("helm/isthmus/values.schema.json"): values_schema(
             ROOT / "helm/isthmus/values.schema.json"
         ),
+        **dashboards(),
         Path("helm/isthmus/README.md"): chart_page(ROOT / "helm/isthmus/values.yaml", NOTE),
         **{Path("helm/isthmus/crds") / name: text for name, text in crd_files(GENERATED).items()},
     }

@@ -208,6 +208,8 @@ class Controller:
                     "autoscaler.condition", type=name, holds=claim.is_true, reason=claim.reason
                 )
         self._parts.metrics.watch(catalog.REPLICAS, lambda: _sizes(seen, decision))
+        claims = [(float(each.is_true), {"type": name}) for name, each in kept.claims.items()]
+        self._parts.metrics.watch(catalog.SCALING_CONDITION, lambda: claims)
         self._parts.metrics.watch(catalog.SCALING_SIGNAL, lambda: _signals(seen))
         if self._parts.on_status is not None and self.status is not None:
             self._parts.on_status(self.status)

@@ -291,6 +291,10 @@ REPLICAS = Gauge(
     "isthmus_autoscaler_replicas", "replicas",
     "Replicas of a pool at the last tick: starting, ready, draining, desired.", ("pool", "state"),
 )  # fmt: skip
+SCALING_CONDITION = Gauge(
+    "isthmus_autoscaler_condition", "0 or 1",
+    "Conditions of the policy's status at the last tick, 1 while they hold.", ("type",),
+)  # fmt: skip
 SCALING_SIGNAL = Gauge(
     "isthmus_autoscaler_signal", "as the metric",
     "What the autoscaler read at the last tick, by pool and metric.", ("pool", "metric"),

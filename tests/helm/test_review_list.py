@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -577,6 +577,10 @@ def test_row_25_scrapes_bring_what_metrics_ask_for() -> None:
     )
 
 
+def _as_text(groups: Iterable[object]) -> list[str]:
+    return sorted(json.dumps(each, sort_keys=True) for each in groups)
+
+
 def test_row_26_alerts_and_dashboards_are_packed(tmp_path: Path) -> None:
     chart = tmp_path / "isthmus"
     shutil.copytree(CHART, chart)
@@ -594,7 +598,7 @@ def test_row_26_alerts_and_dashboards_are_packed(tmp_path: Path) -> None:
         each["metadata"]["name"]: each["spec"]["groups"] for each in rendered.all("PrometheusRule")
     }
     assert packed["rel-isthmus-more-alerts"] == planted["groups"]
-    assert sorted(map(str, packed.values())) == sorted(map(str, wanted))
+    assert _as_text(packed.values()) == _as_text(wanted)
     boards = {
         name: json.loads(text)
         for each in rendered.all("ConfigMap")
