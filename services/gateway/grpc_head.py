@@ -1,9 +1,9 @@
 """What a call is told at its start, sent as late as it may be: mostly with all the rest.
 
 gRPC's Python for servers sends metadata of ours in a batch of their own, and each batch is an event
-that its thread hands to the loop: this one cost an eighth of a request. Its core takes metadata,
-message and status at once, and so do the classes under its Python. Those are private, so only
-versions that were looked at are used this way; with others the metadata go ahead (ADR 0049).
+that its thread hands to the loop: up to an eighth of a request. Its core takes metadata, message
+and status at once, and so do the classes under its Python. Those are private, so only versions
+that were looked at are used this way; with others the metadata go ahead (ADR 0049).
 """
 
 from __future__ import annotations
