@@ -72,12 +72,17 @@ def run_autoscaler(config: IsthmusConfig, model_dir: Path, options: Options) -> 
 
 async def told_status(config: IsthmusConfig, model_dir: Path) -> str:
     """Return the status that whoever leads keeps in the store, JSON; raises StoreUnavailable."""
-    namespace = namespace_of(read_manifest(model_dir).weights_digest)
+    namespace = _namespace(config, model_dir)
     registry = RedisRegistryReader(store_address(config.store), namespace, SystemClock())
     try:
         return await ScalingStore(Keys(namespace), registry.run).status()
     finally:
         await registry.close()
+
+
+def _namespace(config: IsthmusConfig, model_dir: Path) -> str:
+    manifest = read_manifest(model_dir, config.model.weights_digest)
+    return namespace_of(manifest.weights_digest)
 
 
 def dial_workers(config: IsthmusConfig, clock: Clock) -> Dial:
@@ -153,7 +158,7 @@ class _AutoscalerProcess:
         followed = WatchedFile(
             "--policy", (options.policy,), lambda: read_again(options, policy), clock
         )
-        namespace = namespace_of(read_manifest(model_dir).weights_digest)
+        namespace = _namespace(config, model_dir)
         self._registry = RedisRegistryReader(store_address(config.store), namespace, clock)
         scaling = ScalingStore(Keys(namespace), self._registry.run)
         # One for looking, one for acting: the one forgets workers that are out of the registry.

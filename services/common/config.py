@@ -35,6 +35,12 @@ class ModelSettings(Section):
     max_model_len: int = setting(
         0, "longest prompt plus output; 0 = the model's context", unit="tokens", ge=0
     )
+    weights_digest: str = setting(
+        "",
+        "how the SHA-256 of the weights begins; with others nothing is served; empty = any",
+        public=True,
+        pattern="^([0-9a-f]{8,64})?$",
+    )
 
 
 class StoreSettings(Section):

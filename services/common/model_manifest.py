@@ -40,8 +40,21 @@ class ModelManifest(BaseModel):
     bos_token_id: int | None = Field(None, description="id put before raw text, if the model does")
 
 
-def read_manifest(model_dir: Path) -> ModelManifest:
-    """Read and check `isthmus.json`; raise ModelFileError that says what is wrong."""
+def read_manifest(model_dir: Path, weights_digest: str = "") -> ModelManifest:
+    """Read and check `isthmus.json`; raise ModelFileError that says what is wrong.
+
+    Where `weights_digest` is given, weights whose digest begins otherwise are wrong.
+    """
+    manifest = _read(model_dir)
+    if not manifest.weights_digest.startswith(weights_digest):
+        raise ModelFileError(
+            f"{model_dir} has weights {manifest.weights_digest[:16]}..., "
+            f"model.weights_digest wants {weights_digest}"
+        )
+    return manifest
+
+
+def _read(model_dir: Path) -> ModelManifest:
     path = model_dir / MANIFEST_NAME
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:

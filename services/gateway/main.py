@@ -70,6 +70,7 @@ def run_router(config: IsthmusConfig, model_dir: Path, more: Sequence[Named] = (
     """
     ensure_open_files()
     check_access_files(config.auth)
+    read_manifest(model_dir, config.model.weights_digest)  # of the further ones nothing is said
     models = ((config.model.served_name, model_dir), *more)
     process = _RouterProcess(config, models, SystemClock())
     return run_service(

@@ -233,7 +233,7 @@ class _Worker:
         port: int,
     ) -> Parts:
         settings = self._config.worker
-        manifest = read_manifest(model_dir)
+        manifest = read_manifest(model_dir, self._config.model.weights_digest)
         layout = KvLayout(
             manifest.num_layers, manifest.num_kv_heads, manifest.head_dim, settings.dtype
         )
