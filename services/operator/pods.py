@@ -143,14 +143,18 @@ def _program(spec: ClusterSpec, component: str, autoscaler_args: tuple[str, ...]
 
 
 def _worker_probes(spec: ClusterSpec) -> _Actions:
-    if spec.tls.worker_secret:  # kubelet's gRPC probes speak no TLS: the port alone is looked at
-        port: Resource = {"tcpSocket": {"port": "grpc"}}
-        return port, port
-    port_number = spec.worker_ports.grpc
-    ready, live = (
-        {"grpc": {"port": port_number, "service": name}} for name in ("readiness", "liveness")
-    )
-    return ready, live
+    ports = spec.worker_ports
+    if spec.tls.worker_secret:  # kubelet's gRPC probes speak no TLS; /metrics is plain HTTP
+        return _page("/ready"), _page("/live")
+    return _health(ports.grpc, "readiness"), _health(ports.grpc, "liveness")
+
+
+def _page(path: str) -> Resource:
+    return {"httpGet": {"path": path, "port": "metrics"}}
+
+
+def _health(port: int, service: str) -> Resource:
+    return {"grpc": {"port": port, "service": service}}
 
 
 def _container(
@@ -203,7 +207,7 @@ def _env(spec: ClusterSpec) -> list[Resource]:
     env: list[Resource] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        *_plain({"XDG_RUNTIME_DIR": "/run/isthmus"}),
+        *_plain({"HOME": "/tmp", "XDG_RUNTIME_DIR": "/run/isthmus"}),
     ]
     if not redis.existing_secret:
         return env + _plain({"ISTHMUS_STORE__URL": redis.url})
