@@ -1,4 +1,4 @@
-"""The few calls to a Kubernetes API server that drivers make. Never run on a cluster.
+"""The few calls to a Kubernetes API server that we make. Never run on a cluster.
 
 Plain JSON over HTTP: the official client would bring a model of everything. Inside a cluster the
 pod's own account is used; elsewhere `kubectl proxy` serves one on loopback.
@@ -92,9 +92,28 @@ class KubeApi:
         """Change what `body` names: mappings are merged, lists replaced."""
         return await self._call("PATCH", path, body=body, kind="application/merge-patch+json")
 
+    async def create(self, path: str, body: Resource) -> Resource:
+        """Make a resource; KubeError with status 409 if it is there already."""
+        return await self._call("POST", path, body=body)
+
+    async def apply(self, path: str, body: Resource, manager: str) -> Resource:
+        """Have a resource be as `body` says, wherever others disagree: server-side apply."""
+        kind = "application/apply-patch+yaml"  # JSON is YAML
+        params = {"fieldManager": manager, "force": "true"}
+        return await self._call("PATCH", path, params=params, body=body, kind=kind)
+
+    async def delete(self, path: str) -> Resource:
+        """Remove a resource, and what belongs to it after it."""
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        return await self._call("DELETE", path, body=body)
+
     async def pods(self, selector: str) -> list[Resource]:
-        """Return all pods with these labels, page by page."""
-        path, found = f"api/v1/namespaces/{self.namespace}/pods", list[Resource]()
+        """Return all pods with these labels."""
+        return await self.listed(f"api/v1/namespaces/{self.namespace}/pods", selector)
+
+    async def listed(self, path: str, selector: str = "") -> list[Resource]:
+        """Return all resources of a kind with these labels, page by page."""
+        found = list[Resource]()
         params = {"labelSelector": selector, "limit": str(_PAGE)}
         for _ in range(_MAX_PAGES):
             page = await self.get(path, params)
@@ -103,7 +122,7 @@ class KubeApi:
             if not more:
                 return found
             params = {**params, "continue": more}
-        raise DriverError(f"more than {_PAGE * _MAX_PAGES} pods have the labels {selector}")
+        raise DriverError(f"{path}: more than {_PAGE * _MAX_PAGES} have the labels {selector}")
 
     async def close(self) -> None:
         """Close the connections."""

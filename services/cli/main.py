@@ -25,6 +25,7 @@ from services.cli import (
     key,
     loadtest_command,
     model,
+    operator_command,
     plan,
     policy,
     profile,
@@ -49,6 +50,7 @@ app.command("down")(down.down)
 app.command("router")(serve.router)
 app.command("worker")(serve.worker)
 app.command("autoscaler")(autoscaler_command.autoscaler)
+app.command("operator")(operator_command.operator)
 app.command("status")(status.status)
 app.command("top")(top.top)
 app.command("explain")(explain.explain)

@@ -45,7 +45,7 @@ from services.operator.plan import FINALIZER, Action, Apply, Delete, Finalize, P
 from services.operator.pods import pods_of
 from services.operator.telling import Facts, told
 
-_LOOK_AGAIN_S = 10.0  # while something is under way
+_LOOK_AGAIN_S = 3.0  # while something is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,9 @@ class _Pass:
     def plan(self) -> Plan:
         """Decide: what is shared, the target, who gets the requests, and who has to go."""
         actions = list(self._applied(resources.shared(self.owner, self.spec), "not as specified"))
+        if not self.spec.network_policy.enabled:
+            names = resources.network_policy_names(self.cluster.name)
+            actions += self._deleted(names, "networkPolicy.enabled is false")
         why = self._why_given_up()
         if why:
             self.has_failed = True

@@ -60,6 +60,11 @@ def autoscaler_names(cluster: str) -> list[tuple[str, str]]:
     return [(kind, f"{cluster}-{AUTOSCALER}") for kind in ("ConfigMap", "Deployment")]
 
 
+def network_policy_names(cluster: str) -> list[tuple[str, str]]:
+    """Name what says who may talk to whom, by kind."""
+    return [("NetworkPolicy", f"{cluster}-{part}") for part in (*SERVING, AUTOSCALER)]
+
+
 def shared(owner: Owner, spec: ClusterSpec) -> list[Resource]:
     """Return what serves every revision: disruption budgets and network policies."""
     found = []

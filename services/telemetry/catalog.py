@@ -317,6 +317,15 @@ DRIVER_FAULTS = Counter(
     "Calls of the driver that failed or did not end in time, by call.", ("call",),
 )  # fmt: skip
 
+# The operator
+OPERATOR_PASSES = Counter(
+    "isthmus_operator_passes_total", "passes",
+    "Looks at one cluster's resource: ok, failed (tried again later).", ("outcome",),
+)  # fmt: skip
+OPERATOR_LED = Gauge(
+    "isthmus_operator_leads", "0 or 1", "1 while this process holds the operator's Lease."
+)
+
 # Every process
 BUILD_INFO = Gauge("isthmus_build_info", "1", "Version of this process.", ("version",))
 ROUTER_INFO = Gauge(
