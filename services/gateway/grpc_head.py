@@ -13,7 +13,7 @@ import gc
 from typing import Any, NoReturn
 
 import grpc
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no types
+from grpc._cython import cygrpc  # type: ignore[attr-defined, unused-ignore]  # types, or none
 
 from services.gateway.grpc_call import AnyContext
 
