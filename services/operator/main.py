@@ -47,7 +47,7 @@ class Options:
 
 def run_operator(options: Options) -> int:
     """Run until a signal, or until another one leads; return the exit status."""
-    process = _OperatorProcess(options, SystemClock())
+    process = OperatorProcess(options, SystemClock())
     return run_service(
         Phases(process.start, process.drain, process.stop, process.failed), drain_s=15.0
     )
@@ -180,7 +180,7 @@ class Operator:
         return shell
 
 
-class _OperatorProcess:
+class OperatorProcess:
     """The phases of one process."""
 
     def __init__(self, options: Options, clock: Clock) -> None:

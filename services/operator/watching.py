@@ -25,6 +25,7 @@ from services.operator.schedule import Key
 Mark = Callable[[Key], None]
 Login = Callable[[], kopf.ConnectionInfo]
 _T = TypeVar("_T")
+_GOODBYE_S = 0.5  # connections that are closed say so to the other end before their loop is gone
 
 
 async def watch(
@@ -79,6 +80,7 @@ async def _kopf(
         namespaces=[] if namespace is None else [namespace],
         stop_flag=stop,
     )
+    await asyncio.sleep(_GOODBYE_S)
 
 
 def _settings() -> kopf.OperatorSettings:

@@ -18,7 +18,7 @@ import yaml
 from services.autoscaler.kube_api import KubeApi
 from services.common.clock import SystemClock
 from services.operator.lease import KubeLease
-from services.operator.main import LEASE_NAME, Operator, Options
+from services.operator.main import LEASE_NAME, Operator, OperatorProcess, Options
 from services.operator.observed import REVISION_LABEL
 from services.operator.rbac import CLUSTER_RULES, LEASE_RULES
 from services.telemetry.metrics import Metrics
@@ -29,7 +29,13 @@ from tests.fakekube.kube import FakeKube, Fault
 from tests.fakekube.pods import PodPlan
 from tests.support.operator_world import SPEC
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    # The watches' own loop ends a while after their connections are closed, whoever else is slow.
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+    ),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = "default"
@@ -257,3 +263,17 @@ async def test_one_operator_leads_and_another_follows(rig: Rig) -> None:
     assert not await first.renew()
     for api in apis:
         await api.close()
+
+
+async def test_a_process_ends_when_another_one_leads(rig: Rig) -> None:
+    process = OperatorProcess(Options(make_api=rig.api, login=rig.login), SystemClock())
+    await process.start()
+    try:
+        leases = "leases.coordination.k8s.io"
+        await until(lambda: rig.kube.find(leases, LEASE_NAME) is not None)
+        rig.patch(leases, LEASE_NAME, {"spec": {"holderIdentity": "other"}})
+        async with asyncio.timeout(60):
+            assert await process.failed() == "lease: ended"
+    finally:
+        await process.stop()
+    assert rig.kube.see(leases, LEASE_NAME)["spec"]["holderIdentity"] == "other"
