@@ -14,12 +14,13 @@ from loadtest.faults import outcomes
 from loadtest.figures import Figures, burst, hurt, interference, makespans, reuse
 from loadtest.intervals import wilson
 from loadtest.percentiles import CURVE_STEPS, distribution
-from loadtest.records import Phase, RequestRecord, Sample, Status
+from loadtest.records import Phase, PoolSize, RequestRecord, Sample, Status
 from loadtest.result import (
     Distribution,
     FaultOutcome,
     Group,
     Interval,
+    PoolPoint,
     RunResult,
     TimelinePoint,
 )
@@ -297,7 +298,18 @@ def _timeline(log: RunLog) -> Iterator[TimelinePoint]:
             ttft_p50_ms=median(step.ttfts_ms) if step.ttfts_ms else None,
             replicas=dict(step.state.replicas) if step.state else {},
             queued=step.state.queued if step.state else None,
+            pools={size.pool: _pool_point(size) for size in step.state.pools} if step.state else {},
         )
+
+
+def _pool_point(size: PoolSize) -> PoolPoint:
+    return PoolPoint(
+        desired=size.desired,
+        ready=size.ready,
+        pending=size.pending,
+        draining=size.draining,
+        limited_by=size.limited_by,
+    )
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from loadtest.credentials import KEY_ADVICE, ApiKeys
 from loadtest.prompt_bytes import IdBytes
-from loadtest.records import Chunk, Piece, PlannedRequest, RequestRecord, Status
+from loadtest.records import Chunk, Piece, PlannedRequest, PoolSize, RequestRecord, Status
 from loadtest.server_timing import take_message
 from loadtest.target import ClusterLook, TargetFacts, TargetUnusable
 from services.common.errors import ERROR_TABLE
@@ -140,6 +140,7 @@ class GrpcTarget:
         return ClusterLook(
             replicas=dict(Counter(worker.role for worker in live)),
             queued=max(0, status.requests_open - at_workers) + sum(w.load.waiting for w in live),
+            pools=tuple(map(_pool_size, status.autoscaler.pools)),
         )
 
     async def close(self) -> None:
@@ -179,6 +180,12 @@ class GrpcTarget:
             ignore_eos=request.ignore_eos,
             priority=request.priority,
         )
+
+
+def _pool_size(told: admin_pb2.AutoscaledPool) -> PoolSize:
+    return PoolSize(
+        told.pool, told.desired, told.ready, told.pending, told.draining, told.limited_by
+    )
 
 
 def _note_gap(record: RequestRecord, num_tokens: int) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from loadtest.junit import junit
 from loadtest.metrics_file import metrics_file
+from loadtest.pools_file import POOLS_FILE, pools_file
 from loadtest.raw_file import encode_records
-from loadtest.records import RequestRecord
+from loadtest.records import RequestRecord, Sample
 from loadtest.report.curves import scenario_name
 from loadtest.report.page import report_page
 from loadtest.result import CompareResult, RunResult, SearchResult
@@ -19,11 +20,19 @@ from loadtest.summary import summary
 REPORT_FILE = "report.html"
 
 
-def save_run(root: Path, result: RunResult, records: Sequence[RequestRecord]) -> Path:
+def save_run(
+    root: Path,
+    result: RunResult,
+    records: Sequence[RequestRecord],
+    samples: Sequence[Sample] = (),
+) -> Path:
     """Write a run into a directory of its own; the result there names and seals its raw file."""
     raw = encode_records(records)
     sealed = result.model_copy(update={"raw_file": RAW_FILE, "raw_sha256": digest(raw)})
-    return _save(root, scenario_name(result.scenario), sealed, {RAW_FILE: raw})
+    files = {RAW_FILE: raw}
+    if (pools := pools_file(samples)) is not None:
+        files[POOLS_FILE] = pools
+    return _save(root, scenario_name(result.scenario), sealed, files)
 
 
 def save_search(root: Path, result: SearchResult) -> Path:
@@ -51,12 +60,12 @@ def _save(
     root: Path,
     name: str,
     result: RunResult | SearchResult | CompareResult,
-    raw: dict[str, bytes],
+    more: dict[str, bytes],
 ) -> Path:
     run = result.b if isinstance(result, CompareResult) else result
     started_at = datetime.fromisoformat(run.started_at)
     files = {
-        **raw,
+        **more,
         RESULT_FILE: result.model_dump_json(indent=1).encode() + b"\n",
         "summary.md": summary(result).encode(),
         "junit.xml": junit(result).encode(),

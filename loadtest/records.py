@@ -89,6 +89,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSize:
+    """One pool as its autoscaler told last."""
+
+    pool: str
+    desired: int
+    ready: int
+    pending: int
+    draining: int
+    limited_by: str = ""  # the step that kept it from the size that metrics ask for
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The state of a run at one moment, as its client saw it."""
 
@@ -97,6 +109,7 @@ class Sample:
     loop_lag_s: float | None = None  # how late the client's event loop was; None: virtual time
     replicas: Mapping[str, int] = field(default_factory=dict)  # by pool, where the target tells
     queued: int | None = None  # in the server, where it tells
+    pools: tuple[PoolSize, ...] = ()  # where an autoscaler is at work and the target tells
 
 
 @dataclass(slots=True)

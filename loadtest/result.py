@@ -66,6 +66,16 @@ class Check(Form):
         return "not judged" if self.value is None else "ok"
 
 
+class PoolPoint(Form):
+    """One pool in an interval of the run, as its autoscaler told last."""
+
+    desired: int
+    ready: int
+    pending: int
+    draining: int
+    limited_by: str = ""  # the step that kept it from the size that metrics ask for
+
+
 class TimelinePoint(Form):
     """What happened in one interval of the run."""
 
@@ -78,6 +88,7 @@ class TimelinePoint(Form):
     ttft_p50_ms: float | None = None
     replicas: dict[str, int] = {}  # by pool, where the target tells
     queued: int | None = None
+    pools: dict[str, PoolPoint] = {}  # where an autoscaler is at work and the target tells
 
 
 class Group(Form):

@@ -165,7 +165,7 @@ def _run(
         result = priced(result, log, scenario, pricing)
     # Told first: a disk that filled up meanwhile must not cost the figures.
     typer.echo(result.model_dump_json(indent=1) if json else summary(result))
-    directory = save_run(out, result, log.records)
+    directory = save_run(out, result, log.records, log.samples)
     typer.echo(f"written to {directory}", err=True)
     if log.is_interrupted:
         return exits.INTERRUPTED

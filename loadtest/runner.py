@@ -296,7 +296,8 @@ class Runner:
     def _sample_of(self, now: float, lag_s: float) -> Sample:
         if self._seen is None:
             return Sample(now, self.in_flight, lag_s)
-        return Sample(now, self.in_flight, lag_s, self._seen.replicas, self._seen.queued)
+        seen = self._seen
+        return Sample(now, self.in_flight, lag_s, seen.replicas, seen.queued, seen.pools)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from loadtest.records import PlannedRequest, RequestRecord
+from loadtest.records import PlannedRequest, PoolSize, RequestRecord
 
 
 class TargetUnusable(Exception):
@@ -52,6 +52,7 @@ class ClusterLook:
 
     replicas: Mapping[str, int]  # live workers, by pool
     queued: int  # requests that wait for a worker or in one
+    pools: tuple[PoolSize, ...] = ()  # by the autoscaler, while one is at work
 
 
 @runtime_checkable

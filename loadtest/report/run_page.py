@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from loadtest.plots import numbers
@@ -210,8 +212,12 @@ def _timeline(result: RunResult) -> Markup:
             marks,
         ),
         _time_plot("Workers", "workers", _replicas(points)),
+        *(
+            _time_plot(f"Pool {pool}, by its autoscaler", "workers", _sizes(points, pool))
+            for pool in _pools(points)
+        ),
     ]
-    return parts.section("Over time", parts.plots(*figures), _faults(result))
+    return parts.section("Over time", parts.plots(*figures), _limits(points), _faults(result))
 
 
 def _faults(result: RunResult) -> Markup:
@@ -258,6 +264,37 @@ def _replicas(points: tuple[TimelinePoint, ...]) -> list[Series]:
 
 
 _MAX_POOLS = 8
+
+
+def _pools(points: tuple[TimelinePoint, ...]) -> list[str]:
+    return list(dict.fromkeys(pool for point in points for pool in point.pools))[:_MAX_POOLS]
+
+
+def _sizes(points: tuple[TimelinePoint, ...], pool: str) -> list[Series]:
+    known = [(point.at_s, point.pools[pool]) for point in points if pool in point.pools]
+    lines = [
+        Series(name, [(at, float(getattr(size, name))) for at, size in known], colour=colour)
+        for colour, name in enumerate(("ready", "desired", "pending", "draining"), start=1)
+    ]
+    # Lines of nothing but zeros only hide the others.
+    return [
+        replace(line, is_stepped=True, is_dashed=line.name == "desired")
+        for line in lines
+        if line.name in ("ready", "desired") or any(size for _, size in line.points)
+    ]
+
+
+def _limits(points: tuple[TimelinePoint, ...]) -> Markup:
+    rows = []
+    for pool in _pools(points):
+        known = [point.pools[pool] for point in points if pool in point.pools]
+        counts = Counter(size.limited_by for size in known if size.limited_by)
+        rows += [
+            [pool, step, numbers.percent(count / len(known))]
+            for step, count in counts.most_common()
+        ]
+    headers = ["pool", "limited by", "of the time"]
+    return parts.table("What kept a pool from the size that metrics asked for", headers, rows)
 
 
 def _time_plot(

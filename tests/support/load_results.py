@@ -12,7 +12,7 @@ from typing import Any
 from loadtest.analysis import Origin, analyse
 from loadtest.intervals import wilson
 from loadtest.percentiles import distribution
-from loadtest.records import Chunk, RequestRecord, Sample, Status
+from loadtest.records import Chunk, PoolSize, RequestRecord, Sample, Status
 from loadtest.result import (
     CompareResult,
     Distribution,
@@ -123,7 +123,12 @@ def _samples(records: Sequence[RequestRecord], duration_s: float) -> Iterator[Sa
         in_flight = bisect_right(begun, at_s) - bisect_right(ended, at_s)
         num_prefill = 2 if at_s < duration_s / 2 else 3
         replicas = {"prefill": num_prefill, "decode": 2}
-        yield Sample(at_s, in_flight, 0.0004, replicas, queued=in_flight // 4)
+        desired = 2 if at_s < duration_s / 3 else 3
+        pools = (
+            PoolSize("prefill", desired, num_prefill, desired - num_prefill, 0),
+            PoolSize("decode", 2, 2, 0, 0, "bounds"),
+        )
+        yield Sample(at_s, in_flight, 0.0004, replicas, queued=in_flight // 4, pools=pools)
 
 
 def make_cost() -> dict[str, Any]:

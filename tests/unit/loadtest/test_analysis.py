@@ -8,8 +8,8 @@ import pytest
 
 from loadtest.analysis import Origin, analyse
 from loadtest.percentiles import share_of
-from loadtest.records import Chunk, RequestRecord, Sample, Status
-from loadtest.result import RunResult
+from loadtest.records import Chunk, PoolSize, RequestRecord, Sample, Status
+from loadtest.result import PoolPoint, RunResult
 from loadtest.run_log import RunLog
 from loadtest.scenario import Scenario, parse_scenario
 from loadtest.target import TargetFacts
@@ -156,7 +156,10 @@ def test_bands_add_up_to_the_time_they_explain() -> None:
 def test_the_timeline_keeps_every_request_and_token() -> None:
     records = _even()
     records[300].status = Status.ERROR
-    samples = [Sample(at / 2, 1, replicas={"decode": 2}, queued=4) for at in range(242)]
+    sizes = (PoolSize("decode", desired=3, ready=2, pending=1, draining=0, limited_by="rate"),)
+    samples = [
+        Sample(at / 2, 1, replicas={"decode": 2}, queued=4, pools=sizes) for at in range(242)
+    ]
     points = _run(records, samples=samples).timeline
     assert len(points) <= 130
     assert sum(point.sent for point in points) == 1200
@@ -164,6 +167,8 @@ def test_the_timeline_keeps_every_request_and_token() -> None:
     assert sum(point.tokens for point in points) == 13_200
     assert points[-1].in_flight == 0
     assert {(point.replicas["decode"], point.queued) for point in points} == {(2, 4)}
+    told = PoolPoint(desired=3, ready=2, pending=1, draining=0, limited_by="rate")
+    assert all(point.pools == {"decode": told} for point in points)
 
 
 def test_without_a_warm_up_a_slow_start_is_cut_off() -> None:

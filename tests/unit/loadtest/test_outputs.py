@@ -16,6 +16,7 @@ from loadtest.metrics_file import metrics_file
 from loadtest.outputs import save_compare, save_run, save_search
 from loadtest.plots import numbers
 from loadtest.raw_file import read_records
+from loadtest.records import PoolSize, Sample
 from loadtest.report.run_page import run_page
 from loadtest.report_command import report
 from loadtest.result import Check, RunResult
@@ -44,6 +45,21 @@ def test_a_run_is_saved_with_everything_and_read_back(tmp_path: Path) -> None:
     assert written.model_dump_json() == run.model_dump_json()
     assert results.check_raw_file(loaded, directory) is None
     assert read_records(directory / loaded.raw_file) == records
+
+
+def test_what_an_autoscaler_told_is_a_line_for_each_look_and_pool(tmp_path: Path) -> None:
+    first = (PoolSize("prefill", 2, 1, 1, 0, "rate"), PoolSize("decode", 1, 1, 0, 0))
+    second = (PoolSize("prefill", 2, 2, 0, 0), PoolSize("decode", 1, 1, 0, 0))
+    looks = (((), 0.1), (first, 0.2), (first, 0.3), (second, 1.25))
+    samples = [Sample(at, 3, queued=1, pools=pools) for pools, at in looks]
+    directory = save_run(tmp_path, make_run(make_records(5)), make_records(5), samples)
+    assert (directory / "pools.csv").read_text() == (
+        "at_s,in_flight,queued,pool,desired,ready,pending,draining,limited_by\n"
+        "0.2,3,1,prefill,2,1,1,0,rate\n"
+        "0.2,3,1,decode,1,1,0,0,\n"
+        "1.25,3,1,prefill,2,2,0,0,\n"
+        "1.25,3,1,decode,1,1,0,0,\n"
+    )
 
 
 def test_a_raw_file_that_was_changed_is_noticed(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_a_run_shows_its_figures(run: RunResult) -> None:
         "Requests a second",
         "In flight and queued",
         "Workers",
+        "Pool prefill, by its autoscaler",
+        "What kept a pool from the size that metrics asked for",
         "cache miss",
         "overloaded",
         "$ per M good tokens",

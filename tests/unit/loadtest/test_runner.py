@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.records import Chunk, Phase, PlannedRequest, RequestRecord, Status
+from loadtest.records import Chunk, Phase, PlannedRequest, PoolSize, RequestRecord, Status
 from loadtest.run_log import RunLog
 from loadtest.runner import CLIENT_FULL, RunClock, Runner
 from loadtest.scenario import parse_scenario
@@ -261,7 +261,13 @@ class LookedAt(FakeTarget):
 
     async def look(self) -> ClusterLook | None:
         self.looks += 1
-        return None if self.looks == 3 else ClusterLook({"decode": self.looks}, queued=0)
+        return (
+            None
+            if self.looks == 3
+            else ClusterLook(
+                {"decode": self.looks}, 0, (PoolSize("decode", 9, self.looks, 9 - self.looks, 0),)
+            )
+        )
 
 
 class NeverSeen(FakeTarget):
@@ -290,6 +296,9 @@ def test_samples_tell_what_is_behind_the_target_as_last_seen() -> None:
     assert seen == sorted(seen)
     assert set(seen) == {1, 2, *range(4, 12)}  # the third look failed
     assert {sample.queued for sample in log.samples} == {0}
+    assert [sample.pools[0].ready for sample in log.samples if sample.pools] == [
+        n for n in seen if n
+    ]
 
 
 def test_what_cannot_be_seen_at_first_is_not_looked_at_again() -> None:
