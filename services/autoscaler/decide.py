@@ -145,7 +145,7 @@ def _learned(
     busy = sizing.state.busy
     if before_at is not None and now > before_at:
         busy = sizing.seen.busy_s / (now - before_at)
-    known = replace(sizing.state, capacity=learn(sizing, share), busy=busy)
+    known = replace(sizing.state, capacity=learn(sizing, share, policy.slo), busy=busy)
     return with_load(replace(sizing, state=known), load, policy.predictive)
 
 

@@ -49,6 +49,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSeen:
+    """A step of one decode replica at a tick: a token for each of its answers."""
+
+    num_answers: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSeen:
     """One pool at a tick.
 
@@ -65,6 +73,9 @@ class PoolSeen:
     # One replica's by the profile that the policy names: prefill without a pause, decode as full as
     # the SLO's ITL allows.
     profile_tokens_s: float | None = None
+    # Of warm decode replicas with answers, and how many of such answers the KV of one has room for.
+    steps: tuple[StepSeen, ...] = ()
+    most_answers: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def worker_counts(
         num_waiting=load.waiting,
         kv_tokens_used=(load.kv_total - load.kv_free) * info.block_size,
         kv_tokens_total=load.kv_total * info.block_size,
+        step_s=(load.tbt_a_us + load.tbt_b_us * load.resident_tokens) / 1e6,
     )
     if status is None or status.incarnation != info.incarnation:
         return counts

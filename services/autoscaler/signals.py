@@ -7,7 +7,7 @@ are added up. What cannot be known is left out: a missing figure never shrinks a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.autoscaler.observation import (
     Reading,
     Replica,
     ReplicaState,
+    StepSeen,
 )
 from services.autoscaler.policy import LatencySlo, MetricType, PolicySpec, Pool, Role
 from services.autoscaler.profile import Lengths, Profile, profiled_tokens_s
@@ -69,6 +70,7 @@ class WorkerCounts:
     num_waiting: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
+    step_s: float = 0.0  # of decode, as things are; 0 = it has not said
     # Since its start; None where it did not answer.
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
@@ -227,8 +229,17 @@ class SignalBook:
             wanted = sum(worker.kv_tokens_wanted for worker in serving)
             at = min(worker.measured_at for worker in serving)
             readings[MetricType.KV_UTILIZATION.value] = Reading(wanted / room, at)
-        work, busy_s = self._work(role, [w for w in serving if w.worker_id not in young])
-        return PoolSeen(replicas, readings, work, busy_s)
+        warm = [w for w in serving if w.worker_id not in young]
+        work, busy_s = self._work(role, warm)
+        is_decode = pool.role is Role.DECODE
+        return PoolSeen(
+            replicas,
+            readings,
+            work,
+            busy_s,
+            steps=tuple(_steps(warm)) if is_decode else (),
+            most_answers=_most_answers(warm) if is_decode else None,
+        )
 
     def _queued(self, role: str, own: Sequence[WorkerCounts]) -> dict[str, Reading]:
         newest = self._newest()
@@ -374,6 +385,22 @@ def _done(worker: WorkerCounts, role: str) -> tuple[int, float] | None:
     if tokens is None or worker.busy_s is None:
         return None
     return tokens, worker.busy_s
+
+
+def _steps(warm: Sequence[WorkerCounts]) -> Iterator[StepSeen]:
+    for worker in warm:
+        if worker.num_running and worker.step_s > 0:
+            yield StepSeen(float(worker.num_running), worker.step_s)
+
+
+def _most_answers(warm: Sequence[WorkerCounts]) -> float | None:
+    """Return how many answers like those of now fit one replica on average."""
+    used, running = (
+        sum(worker.kv_tokens_used for worker in warm), sum(worker.num_running for worker in warm)
+    )  # fmt: skip
+    if not used or not running:
+        return None
+    return sum(worker.kv_tokens_total for worker in warm) / len(warm) / (used / running)
 
 
 def _young(

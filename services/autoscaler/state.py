@@ -30,11 +30,24 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLine:
+    """Steps of decode by their number of answers: sums in which old ones count ever less."""
+
+    weight: float = 0.0
+    answers: float = 0.0
+    answers2: float = 0.0
+    seconds: float = 0.0
+    answers_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """What a warm replica was seen to do: sums in which old work counts ever less."""
 
     tokens: float = 0.0
     busy_s: float = 0.0
+    steps: StepLine = StepLine()
+    full_tokens_s: float | None = None  # of decode, as full as its targets allow, by its steps
 
 
 @dataclass(frozen=True, slots=True)

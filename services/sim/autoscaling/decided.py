@@ -7,7 +7,7 @@ before, queues and KV as workers report them; and does with a decision what a dr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.autoscaler.decide import decide
@@ -19,6 +19,7 @@ from services.autoscaler.observation import (
     Reading,
     Replica,
     ReplicaState,
+    StepSeen,
 )
 from services.autoscaler.policy import LatencySlo, Pool, PoolAutoscalingPolicy, Role
 from services.autoscaler.profile import Lengths, profiled_tokens_s
@@ -117,12 +118,15 @@ class DecidedPools:
         # Those there from the beginning have been there for long.
         warm = [w for w in live if w.since <= 0 or now - w.since >= warm_s]
         done = [self._since(worker, pool.role) for worker in warm]
+        writing = [w for w in warm if w.num_answers] if pool.role is Role.DECODE else []
         return PoolSeen(
             replicas=tuple(map(_replica, state.workers)),
             readings=readings,
             work_tokens=round(sum(tokens for tokens, _ in done)),
             busy_s=sum(busy_s for _, busy_s in done),
             profile_tokens_s=self._profiled(pool.role),
+            steps=tuple(StepSeen(float(w.num_answers), w.step_s) for w in writing),
+            most_answers=_most_answers(writing),
         )
 
     def _profiled(self, role: Role) -> float | None:
@@ -156,6 +160,13 @@ class DecidedPools:
             sizes[names[made.pool]] = made.current - len(gone) + moved + made.start
             leaving += gone
         return Orders(sizes, tuple(leaving), moves)
+
+
+def _most_answers(writing: Sequence[WorkerState]) -> float | None:
+    held, answers = sum(w.held_tokens for w in writing), sum(w.num_answers for w in writing)
+    if not held:
+        return None
+    return sum(w.kv_tokens for w in writing) / len(writing) / (held / answers)
 
 
 def _work(worker: WorkerState, role: Role) -> tuple[float, float]:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.autoscaler.observation import Observation, Reading, Replica, ReplicaState
+from services.autoscaler.observation import (
+    Observation,
+    Reading,
+    Replica,
+    ReplicaState,
+    StepSeen,
+)
 from services.autoscaler.policy import PolicySpec
 from services.autoscaler.signals import (
     LEASE_GRACE_S,
@@ -198,6 +204,20 @@ def test_kv_utilization_counts_what_waits_for_room() -> None:
     )  # fmt: skip
     readings = rig.look(5.0, word(5.0)).pools["decode"].readings
     assert readings["KVUtilization"] == Reading(1.2, 5.0)
+
+
+def test_steps_of_decode_and_how_many_answers_fit_are_seen() -> None:
+    rig = Rig()
+    rig.workers = (
+        worker("d0", "decode", 5.0, kv_tokens_used=800, kv_tokens_total=1000, num_running=8,
+               step_s=0.02),
+        worker("p0", "prefill", 5.0, kv_tokens_used=800, kv_tokens_total=1000, num_running=8,
+               step_s=0.02),
+    )  # fmt: skip
+    pools = rig.look(5.0, word(5.0)).pools
+    assert pools["decode"].steps == (StepSeen(8.0, 0.02),)
+    assert pools["decode"].most_answers == 10.0
+    assert (pools["prefill"].steps, pools["prefill"].most_answers) == ((), None)
 
 
 def test_prompt_tokens_are_less_those_that_lately_came_from_caches() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.autoscaler.capacity import tokens_per_second
 from services.autoscaler.observation import ReplicaState
 from services.autoscaler.policy import PoolAutoscalingPolicy
 from services.autoscaler.policy_file import parse_policy
@@ -15,7 +16,7 @@ from services.sim.autoscaling.decided import WINDOW_S, DecidedPools
 from services.sim.autoscaling.profile import Profile
 from services.sim.cluster import DECODE, PREFILL, ClusterSpec
 from services.sim.controller import Observation, PoolState, WorkerState
-from services.sim.performance import default_model
+from services.sim.performance import default_model, shipped_model
 from services.sim.placement import OURS
 from services.sim.report import OK, Served
 from services.sim.varying import Step, VaryingLoad, varying_workload
@@ -162,3 +163,19 @@ def test_a_dry_run_decides_and_changes_nothing() -> None:
     world, decided = burst("DryRun")
     assert max(d.pools[0].desired for d in decided.decisions) > 1
     assert [m.worker_id for m in world.fleet.members] == ["prefill-0", "decode-0"]
+
+
+def test_a_decode_pool_with_few_answers_is_not_taken_for_a_weak_one() -> None:
+    """The rate that sizes a pool is that of a replica as full as the SLO allows."""
+    model = shipped_model("long_prompts.json")
+    load = Step(base=12.0, high=24.0, begins_s=40.0, ends_s=80.0)
+    workload = varying_workload(VaryingLoad("few", load, 24.0, 120.0, 1000, 300), seed=0)
+    decided = DecidedPools(policy("DryRun"), Profile(model))
+    spec = ClusterSpec(2, 1, model=model, hold=20.0)
+    World(workload, spec, OURS, PolicyConfig(), controller=decided).run()
+
+    capacity = decided.state.pools["answers"].capacity
+    full = Profile(model).decode_tokens_s(0.040, 1150)
+    mean_answers = capacity.steps.answers / capacity.steps.weight
+    assert mean_answers < 0.5 * full * 0.040
+    assert tokens_per_second(capacity, None) == pytest.approx(full, rel=0.2)
