@@ -85,25 +85,29 @@ class Attack:
         self.tally = Tally()
         self._rig = rig
         self._num_clients = num_clients
+        self._clients: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Attack under load, then look at what is left."""
-        routers = self._rig.routers
-        clients = [
-            asyncio.create_task(self.load.client_of(routers[:: 1 if i % 2 else -1]))
-            for i in range(self._num_clients)
-        ]
+        for _ in range(self._num_clients):
+            self._add_client()
         try:
             self.load.resume()
             await self._attack()
             await self.load.pause()
             await self._until_free()
             self.load.stop()
-            await asyncio.gather(*clients)
+            await asyncio.gather(*self._clients)
         finally:
-            for task in clients:
+            for task in self._clients:
                 task.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
+            await asyncio.gather(*self._clients, return_exceptions=True)
+
+    def _add_client(self) -> None:
+        """Begin one more client, until the end of the attack; every second asks the other first."""
+        order = 1 if len(self._clients) % 2 else -1
+        client = self.load.client_of(self._rig.routers[::order])
+        self._clients.append(asyncio.create_task(client))
 
     async def _attack(self) -> None:
         """Do what this attack is about."""
