@@ -61,6 +61,7 @@ async def loaded_cluster(
     router_drain_s: float = CUTTING_DRAIN_S,
     has_store_proxy: bool = False,
     num_blocks: int = 640,
+    speed: str = SPEED,
 ) -> AsyncIterator[tuple[Rig, KeyedLoad]]:
     """Two workers of each role, two routers, and clients that know every answer."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as made:
@@ -69,7 +70,7 @@ async def loaded_cluster(
         settings = {**_SETTINGS, "router": {"drain_s": router_drain_s}}
         settings["worker"] = {**settings["worker"], "num_blocks": num_blocks}
         plan = RigPlan(
-            model_dir, routers=2, speed=SPEED, settings=settings, has_store_proxy=has_store_proxy
+            model_dir, routers=2, speed=speed, settings=settings, has_store_proxy=has_store_proxy
         )
         async with Rig(plan, lambda _worker: "") as rig:
             await rig.until_live(LIVE_TIMEOUT_S)

@@ -41,6 +41,9 @@ def test_a_hurt_store_fails_no_request_and_hints_come_back() -> None:
 
 
 def test_pools_grow_and_shrink_and_no_client_notices() -> None:
-    """RB-105, RB-108, G10, G11: who leaves refuses work, empties, and then ends."""
-    result = run_scale(ScalePlan(seed=2, rounds=1, load=Load(clients=6)))
+    """RB-105, RB-108, G10, G11: who leaves refuses work, empties, and then ends.
+
+    How large the load gets says nothing on a busy machine.
+    """
+    result = run_scale(ScalePlan(seed=2, rounds=1, share=0.0, load=Load(clients=6)))
     assert not [bar for bar in result.bars if not bar.is_met], result.to_json()
