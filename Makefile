@@ -141,6 +141,17 @@ test-extra: test ## the same, plus what needs programs a fresh machine lacks (sk
 bench: setup ## first figures: two pools beside one worker
 	$(BIN)/isthmus bench smoke
 
+# -- releases --------------------------------------------------------------------------------
+
+wheel: $(STAMPS)/install ## dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+sbom: $(STAMPS)/install ## dist/sbom.json, what this environment is made of (CycloneDX)
+	@mkdir -p dist
+	$(BIN)/python tools/sbom.py > dist/sbom.json
+
+.PHONY: wheel sbom
+
 # -- cleaning --------------------------------------------------------------------------------
 
 clean: ## remove caches and build output
