@@ -342,6 +342,17 @@ async def test_kubectl_applies_the_example_policy_and_shows_it(
     assert "'Sometimes' is not one of" in done.err
 
 
+async def test_kubectl_shows_the_cluster_that_the_chart_makes_for_its_operator(
+    kube: FakeKube, programs: Programs
+) -> None:
+    operated = ("--set", "operator.enabled=true,cluster.create=true")
+    await programs.helm("install", "rel", CHART, *profiles("cpu"), *operated)
+    head, row = (await programs.kubectl("get", "isthmusclusters")).splitlines()
+    assert head.split()[:3] == ["NAME", "MODEL", "AVAILABLE"]
+    assert {"DEGRADED", "ROUTERS", "PREFILL", "DECODE", "AGE"} <= set(head.split())
+    assert row.split()[:2] == ["rel-isthmus", "smollm2"]
+
+
 def test_accounts_without_a_role_have_no_token_in_their_pods() -> None:
     for pod in render(values=SCALED).pods:
         mounted = pod.spec["automountServiceAccountToken"]
