@@ -74,6 +74,9 @@ def _on_one_line(text: str) -> str:
 
 def load_policy(path: Path) -> PoolAutoscalingPolicy:
     """Read a policy from a file; raises ConfigError with everything that is wrong."""
+    if path.exists() and not path.is_file():
+        # A pipe would keep us until somebody writes; it could not be read again after an edit.
+        raise ConfigError(f"policy: {path} is no regular file")
     raw = read_bounded("policy", path, MAX_FILE_BYTES)
     try:
         text = raw.decode()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -443,3 +444,11 @@ def test_reading_changes_nothing_it_is_given() -> None:
     before = copy.deepcopy(values)
     assert isinstance(parse_policy(values, "f"), PoolAutoscalingPolicy)
     assert values == before
+
+
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "policy.yaml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match="is no regular file"):
+            load_policy(path)
