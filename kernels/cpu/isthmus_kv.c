@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -24,6 +25,8 @@
 #define NAME 16 /* bytes; also there, as the next */
 #define MAX_NAMED 256 /* bytes of what is hashed for one */
 #define MAX_THREADS 16 /* of one copy */
+#define MAX_HELPING 64 /* of all copies at once */
+#define SPINS 2000 /* some 50 us */
 #define AHEAD (64 * LINE) /* a prefetch beyond the pool is no fault */
 #define TOGETHER 10 /* pieces, and what is copied of each in its turn: measured, with little between */
 #define TURN (2 * LINE)
@@ -123,6 +126,8 @@ EXPORT void isthmus_block_digests(const digest_plan *plan, const uint8_t *block,
     }
 }
 
+/* What threads share of one copy. All pointers but this one are good only while `finished` is less
+ * than `count`: who has taken no block may come when the caller has long returned. */
 typedef struct {
     const pool_pieces *from;
     const uint64_t *gens;
@@ -134,7 +139,11 @@ typedef struct {
     const digest_plan *plan; /* or none: nothing is digested */
     uint64_t *digests;
     int streams;
-    _Atomic int64_t next; /* not taken by any thread yet */
+    _Atomic int64_t next;     /* not taken by any thread yet */
+    _Atomic int64_t finished; /* copied and judged */
+    _Atomic int users;        /* threads that may still look at this; the last one frees it */
+    pthread_mutex_t lock;
+    pthread_cond_t all_finished;
 } pull_job;
 
 /* The acquire load keeps the copy behind it, the fence keeps the second load behind the copy, on
@@ -153,48 +162,119 @@ static void pull_block(pull_job *job, int64_t i) {
 }
 
 /* Block by block, so that a thread that gets no core holds up one block and not its share. */
-static void *pull_until_done(void *argument) {
-    pull_job *job = argument;
-    for (;;) {
+static void pull_until_taken(pull_job *job) {
+    int64_t mine = 0;
+    for (;; mine++) {
         int64_t i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
         if (i >= job->count) break;
         pull_block(job, i);
     }
+    if (!mine) return;
 #if defined(__x86_64__)
-    _mm_sfence(); /* streamed stores are not ordered with what wakes the reader */
+    _mm_sfence(); /* streamed stores are not ordered with what tells the reader */
 #endif
+    if (atomic_fetch_add_explicit(&job->finished, mine, memory_order_acq_rel) + mine < job->count)
+        return;
+    pthread_mutex_lock(&job->lock);
+    pthread_cond_signal(&job->all_finished);
+    pthread_mutex_unlock(&job->lock);
+}
+
+static void leave(pull_job *job) {
+    if (atomic_fetch_sub_explicit(&job->users, 1, memory_order_acq_rel) > 1) return;
+    pthread_cond_destroy(&job->all_finished);
+    pthread_mutex_destroy(&job->lock);
+    free(job);
+}
+
+static _Atomic int num_helping; /* of all copies: where no core is free, late ones do not pile up */
+
+static void *help(void *argument) {
+    pull_until_taken(argument);
+    leave(argument);
+    atomic_fetch_sub_explicit(&num_helping, 1, memory_order_relaxed);
     return NULL;
 }
 
+static int is_finished(pull_job *job) {
+    return atomic_load_explicit(&job->finished, memory_order_acquire) == job->count;
+}
+
+/* Wait for the blocks that others have taken: one each, which mostly takes less than falling asleep
+ * and waking up. */
+static void wait_finished(pull_job *job) {
+    for (int i = 0; i < SPINS && !is_finished(job); i++) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+    if (is_finished(job)) return;
+    pthread_mutex_lock(&job->lock);
+    while (!is_finished(job)) pthread_cond_wait(&job->all_finished, &job->lock);
+    pthread_mutex_unlock(&job->lock);
+}
+
+static int start_helper(const pthread_attr_t *detached, pull_job *job) {
+    pthread_t thread;
+    int is_started = atomic_fetch_add_explicit(&num_helping, 1, memory_order_relaxed) < MAX_HELPING;
+    atomic_fetch_add_explicit(&job->users, 1, memory_order_relaxed);
+    if (is_started) is_started = !pthread_create(&thread, detached, help, job);
+    if (is_started) return 1;
+    atomic_fetch_sub_explicit(&job->users, 1, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&num_helping, 1, memory_order_relaxed);
+    return 0;
+}
+
 /* Start up to `wanted` threads, which handle no signals; fewer where the system gives no more. */
-static int start_threads(pthread_t *threads, int wanted, pull_job *job) {
+static void start_helpers(int wanted, pull_job *job) {
     sigset_t all, before;
-    int started = 0;
+    pthread_attr_t detached;
     sigfillset(&all);
-    if (wanted <= 0 || pthread_sigmask(SIG_SETMASK, &all, &before)) return 0;
-    while (started < wanted && !pthread_create(&threads[started], NULL, pull_until_done, job))
-        started++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return started;
+    if (pthread_attr_init(&detached)) return;
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    if (!pthread_sigmask(SIG_SETMASK, &all, &before)) {
+        while (wanted > 0 && start_helper(&detached, job)) wanted--;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    pthread_attr_destroy(&detached);
+}
+
+/* Have `num_helpers` other threads share a copy; 0 where the system has no memory for the job. */
+static int pull_together(const pull_job *job, int num_helpers) {
+    pull_job *shared = malloc(sizeof *shared);
+    if (!shared) return 0;
+    *shared = *job;
+    atomic_init(&shared->users, 1);
+    pthread_mutex_init(&shared->lock, NULL);
+    pthread_cond_init(&shared->all_finished, NULL);
+    start_helpers(num_helpers, shared);
+    pull_until_taken(shared);
+    wait_finished(shared);
+    leave(shared);
+    return 1;
 }
 
 /* Copy `count` blocks; good[i] says that the generation was wanted[i], even, before and after.
  *
  * With a plan, digests[i] are those of what was written; then the copy goes through the caches, where
  * it is read again. Where a core alone does not fill the memory's bandwidth, `num_threads` share a
- * long copy. They live for one call: starting one takes a fiftieth of what it copies. */
+ * long copy. They live for one call: starting one takes a fiftieth of what it copies. Nobody waits
+ * for one that comes too late to take a block. */
 EXPORT void isthmus_pull_blocks(const pool_pieces *from, const uint64_t *gens, uint8_t *to,
                                 int64_t count, const int64_t *from_rows, const int64_t *to_rows,
                                 const uint64_t *wanted, uint8_t *good, const digest_plan *plan,
                                 uint64_t *digests, int64_t num_threads) {
     int is_long = count * from->num_pieces * from->piece_bytes >= STREAM_MIN_BYTES;
-    pull_job job = {from,   gens, to,      count,            from_rows, to_rows, wanted,
-                    good,   plan, digests, is_long && !plan, 0};
-    pthread_t threads[MAX_THREADS];
-    int64_t others = (num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1;
-    int started = start_threads(threads, is_long && others < count ? (int)others : 0, &job);
-    pull_until_done(&job);
-    while (started > 0) pthread_join(threads[--started], NULL);
+    pull_job job = {.from = from, .gens = gens, .to = to, .count = count, .from_rows = from_rows,
+                    .to_rows = to_rows, .wanted = wanted, .good = good, .plan = plan,
+                    .digests = digests, .streams = is_long && !plan};
+    int64_t helpers = (num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1;
+    if (helpers >= count) helpers = count - 1;
+    if (is_long && helpers > 0 && pull_together(&job, (int)helpers)) return;
+    for (int64_t i = 0; i < count; i++) pull_block(&job, i);
+#if defined(__x86_64__)
+    _mm_sfence(); /* streamed stores are not ordered with what wakes the reader */
+#endif
 }
 
 /* Put `count` blocks of our own, which nobody writes, side by side. Not around the caches: they are

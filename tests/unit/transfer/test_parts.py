@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -366,6 +367,38 @@ def test_threads_share_a_long_copy_and_its_digests(num_threads: int, tag: str) -
             assert (memory.blocks[dests[block]] == content[block]).all()
             assert found[1][block].tolist() == block_digests(ours, content[block]).tolist()
         assert not memory.blocks[dests[5]].any()
+
+
+def test_copies_that_come_back_before_their_helpers_leave_them_nothing() -> None:
+    """More threads than cores and than may help at once: each copy is whole when it returns.
+
+    Its target is written over at once, and its generations and rows are freed: a helper that came
+    too late and copied all the same would show in the next copy.
+    """
+    if kv_blocks.available()[0] is None:
+        pytest.skip(kv_blocks.available()[1])
+    layout = KvLayout(30, 3, 64, "float32")
+    num_callers, num_rounds, count = 5, 8, 6
+    content = np.random.default_rng(7).integers(0, 256, (count, layout.block_bytes), np.uint8)
+    with (
+        KvPoolMemory.create(layout, count, kind="anonymous") as pool,
+        KvPoolMemory.create(layout, num_callers * count, kind="anonymous") as memory,
+        ThreadPoolExecutor(num_callers) as callers,
+    ):
+        pool.blocks[:] = content
+        pool.gens[:] = 2
+
+        def rounds(caller: int) -> int:
+            num_wrong, mine = 0, memory.blocks[caller * count : (caller + 1) * count]
+            for turn in range(num_rounds):
+                rows = [(block + turn) % count for block in range(count)]
+                good = pull_blocks(pool, rows, [2] * count, mine, range(count), num_threads=16)
+                num_wrong += count - sum(good) + int((mine != content[rows]).any())
+                mine[:] = 0
+                num_wrong += int(mine.any())
+            return num_wrong
+
+        assert list(callers.map(rounds, range(num_callers))) == [0] * num_callers
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])
