@@ -241,5 +241,7 @@ class BlockWriter:
     def _store_all(self, machine: ReceiverTransfer, pulls: Sequence[Pull]) -> None:
         full = [pull for pull in pulls if pull.index < machine.num_blocks]
         if full:
-            rows = [machine.digests_of(pull.index) for pull in full]
-            self._memory.digests[[pull.dest for pull in full]] = rows
+            # Flat first: numpy takes thrice as long over a list of rows.
+            digests = np.concatenate([machine.digests_of(pull.index) for pull in full])
+            dests = np.array([pull.dest for pull in full], np.int64)
+            self._memory.digests[dests] = digests.reshape(len(full), -1)

@@ -230,6 +230,7 @@ class ReceiverTransfer:
         self._gens = [0] * (self.num_blocks + 1)
         self._sources = [0] * (self.num_blocks + 1)
         self._digests: list[U64Array | None] = [None] * (self.num_blocks + 1)
+        self._folded = 0  # all of them by XOR
         self._nacks = [0] * (self.num_blocks + 1)
         self._pull_queue: OrderedDict[int, None] = OrderedDict()
         self._pending = 0  # announced, not verified
@@ -328,7 +329,7 @@ class ReceiverTransfer:
                 continue
             self._gens[index] = gen
             self._sources[index] = source_block
-            self._digests[index] = digests
+            self._note_digests(index, digests)
             self._announce(index)
         if self._pending > num_known:
             self._progress_at = now  # not for what was announced before: data may still be stuck
@@ -349,7 +350,7 @@ class ReceiverTransfer:
             tail = self.num_blocks
             self._gens[tail] = final.tail_gen
             self._sources[tail] = final.tail_source_block
-            self._digests[tail] = np.array([final.tail_digest], np.uint64)
+            self._note_digests(tail, np.array([final.tail_digest], np.uint64))
             self._announce(tail)
         return [WorkReady(), *self._try_finish(now)]
 
@@ -483,10 +484,12 @@ class ReceiverTransfer:
         if self.plane not in MAPPED_PLANES or self.state is not ReceiverState.PULLING:
             return pulls
         may_attach = self.plane == "attach" and not self.in_place.must_copy
-        while self._pull_queue and len(pulls) < limit:
-            index, _ = self._pull_queue.popitem(last=False)
-            dest = self.dest_of(index)
-            if dest is not None:
+        queue, slots, dests = self._pull_queue, self._slots, self._dest
+        assert dests is not None, "nothing is pulled before blocks are reserved"
+        while queue and len(pulls) < limit:
+            index, _ = queue.popitem(last=False)
+            dest = dests[index]
+            if dest is not None and slots[index] is Slot.ANNOUNCED:
                 in_place = may_attach and index < self.num_blocks
                 pulls.append(Pull(index, self._sources[index], self._gens[index], dest, in_place))
         return pulls
@@ -509,14 +512,18 @@ class ReceiverTransfer:
 
     def on_good_blocks(self, indexes: Sequence[int], now: float) -> list[ReceiverAction]:
         """Take blocks that were written and are what was announced."""
+        if self.state is not ReceiverState.PULLING:
+            return []
+        slots, num_good = self._slots, 0
         for index in indexes:
-            if self.dest_of(index) is None:
-                continue
-            self._slots[index] = Slot.VERIFIED
-            self._pending -= 1
-            self._num_missing -= 1
+            if slots[index] is Slot.ANNOUNCED:
+                slots[index] = Slot.VERIFIED
+                num_good += 1
+        if num_good:
+            self._pending -= num_good
+            self._num_missing -= num_good
             self._num_stalls = 0
-            self.blocks_moved += 1
+            self.blocks_moved += num_good
             self._progress_at = now
         return self._try_finish(now)
 
@@ -659,10 +666,18 @@ class ReceiverTransfer:
         self._gens[part] = ready.gens.tolist()
         self._sources[part] = ready.source_blocks.tolist()
         self._digests[part] = list(ready.digests)
+        self._folded ^= _fold(ready.digests)
         self._slots[part] = [Slot.ANNOUNCED] * count
         self._pending += count
         if self.plane in MAPPED_PLANES:
             self._pull_queue.update(dict.fromkeys(range(ready.lo, ready.hi)))
+
+    def _note_digests(self, index: int, digests: U64Array) -> None:
+        before = self._digests[index]
+        if before is not None:
+            self._folded ^= _fold(before)
+        self._digests[index] = digests
+        self._folded ^= _fold(digests)
 
     def _forget_in_place(self) -> None:
         """What was to be read where it is has to come after all: this plane cannot reach it."""
@@ -717,9 +732,7 @@ class ReceiverTransfer:
         return [*deliver, self._done()]
 
     def _done(self) -> SendDone:
-        moved = [d for d in self._digests if d is not None]
-        folded = int(np.bitwise_xor.reduce(np.concatenate(moved))) if moved else 0
-        return SendDone(folded, self.blocks_moved * self.frame_bytes)
+        return SendDone(self._folded, self.blocks_moved * self.frame_bytes)
 
     def _fail(self, code: str, message: str, can_recompute: bool) -> list[ReceiverAction]:
         is_open = self.state is not ReceiverState.CONNECTING or self._is_open_there
@@ -752,3 +765,7 @@ class ReceiverTransfer:
         num_announced = self._slots.count(Slot.ANNOUNCED)
         assert self._pending == num_announced
         assert self._num_missing == num_announced + self._slots.count(Slot.UNKNOWN)
+
+
+def _fold(digests: U64Array) -> int:
+    return int(np.bitwise_xor.reduce(digests, axis=None))

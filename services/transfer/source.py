@@ -403,7 +403,7 @@ class TransferSource:
         index = np.array(block_ids, dtype=np.int64)
         gens = self._memory.gens[index]
         try:
-            if np.any(gens % 2):
+            if (gens & np.uint64(1)).any():
                 raise ValueError("a block was announced before it was sealed")
             actions = offered.machine.on_sealed(lo, block_ids)
         except ValueError as error:
