@@ -21,7 +21,6 @@ from services.gateway.errors import cut_off_error, internal_error, is_own_cancel
 from services.gateway.frame_queue import FrameQueue
 from services.gateway.front_desk import FrontDesk
 from services.gateway.grpc_call import ADMITTED, AnyContext, abort
-from services.gateway.grpc_head import CallHead
 from services.gateway.grpc_spec import (
     add_choice_end,
     add_request_end,
@@ -70,7 +69,6 @@ class _Progress:
     client_request_id: str = ""
     caller: Caller = field(default_factory=Caller)
     peer: str = ""
-    head: CallHead | None = None
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -116,14 +114,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             # Noted while the status is on its way.
             ended_at = self._clock.now()
             asyncio.get_running_loop().call_soon(self._record, "Generate", progress, ended_at)
-            if progress.head is not None:
-                progress.head.close()
         if failure is not None:
-            if progress.head is not None:
-                await progress.head.sent()  # an error's status must not overtake it
             await abort(context, failure)
-        assert progress.head is not None, "an answer has a head"
-        return await progress.head.finish(last)
+        return last
 
     async def ListModels(
         self,
@@ -204,22 +197,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         with self._admitted(context, progress) as verdict:
             self._check_ids(request)
-            progress.head = head = CallHead(
-                context,
-                (
-                    *_initial_metadata(request, progress.request_id),
-                    *rate_headers(verdict).items(),
-                ),
+            head = (
+                *_initial_metadata(request, progress.request_id),
+                *rate_headers(verdict).items(),
             )
-            writer = _FrameWriter(request.return_token_ids, head, context, progress, self._clock)
+            # Sent while the request is on its way to a worker.
+            sending = asyncio.create_task(context.send_initial_metadata(head))
+            writer = _FrameWriter(request.return_token_ids, sending, context, progress, self._clock)
             try:
                 spec, arrival = self._parse(request, context, metadata, progress)
-                if spec.max_tokens != 1:  # in several frames: it goes while this is routed
-                    head.begin()
                 async with asyncio.timeout(self._desk.time_left_s(spec, arrival)):
                     await self._run(request, spec, arrival, writer)
             finally:
                 writer.close()
+                await _end_of(sending)  # an error's status must not overtake it
+                sending.exception()  # seen: where there is one the call is gone
             if writer.last is None:
                 raise RequestError("internal", "the answer ended without its end")
             return writer.last.SerializeToString()
@@ -311,12 +303,12 @@ class _FrameWriter:
     def __init__(
         self,
         with_ids: bool,
-        head: CallHead,
+        head: asyncio.Task[None],
         context: GenerateContext,
         progress: _Progress,
         clock: Clock,
     ) -> None:
-        """Start with nothing written; `head` comes before the first frame."""
+        """Start with nothing written; `head` sends what comes before the first frame."""
         self._with_ids = with_ids
         self._head = head
         self._context = context
@@ -403,7 +395,6 @@ class _FrameWriter:
     async def _flush(self) -> None:
         frame = await self._take_pending()
         if frame is not None:
-            await self._head.sent()
             await self._send(frame)
 
     async def _take_pending(self) -> inference_pb2.GenerateFrame | None:
@@ -413,6 +404,7 @@ class _FrameWriter:
             return None
         progress = self._progress
         if progress.ttft_s is None:
+            await _end_of(self._head)
             frame.request_id = progress.request_id
             progress.ttft_s = self._clock.now() - progress.received_at
         if self._queue is not None:
@@ -439,6 +431,12 @@ def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
         (grpc.method_handlers_generic_handler(name, {"Generate": generate}),)
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    """Wait for a task without cancelling it where the waiting is cancelled."""
+    if not task.done():
+        await asyncio.wait((task,))
 
 
 def _initial_metadata(

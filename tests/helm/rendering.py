@@ -39,6 +39,16 @@ SETS: Mapping[str, tuple[str, ...]] = {
 MONITORING, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
 
 
+def _documents(text: str) -> Iterator[Manifest]:
+    """Yield each document; PyYAML's quick way through several has no safe form of its own."""
+    loader = yaml.CSafeLoader(text)
+    try:
+        while loader.check_data():
+            yield loader.get_data()
+    finally:
+        loader.dispose()
+
+
 class Refused(Exception):
     """Helm renders nothing; the text is what it says."""
 
@@ -72,9 +82,7 @@ class Rendered:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.manifests: list[Manifest] = [
-            each for each in yaml.load_all(text, yaml.CSafeLoader) if each
-        ]
+        self.manifests: list[Manifest] = [each for each in _documents(text) if each]
 
     def all(self, kind: str) -> list[Manifest]:
         """Manifests of a kind."""
