@@ -29,7 +29,13 @@ _REPOSITORIES = {ROUTER: "isthmus-control", AUTOSCALER: "isthmus-control"}
 _PROBES = {
     "startup": {"periodSeconds": 10, "failureThreshold": 60, "timeoutSeconds": 5},
     "readiness": {"periodSeconds": 2, "failureThreshold": 2, "timeoutSeconds": 2},
-    "liveness": {"periodSeconds": 5, "failureThreshold": 3, "timeoutSeconds": 5},
+    "liveness": {
+        "periodSeconds": 5,
+        "failureThreshold": 2,
+        "timeoutSeconds": 2,
+        # What is frozen would not use the pod's long grace, which is for drains.
+        "terminationGracePeriodSeconds": 3,
+    },
 }
 _POD_SECURITY: Resource = {
     "runAsNonRoot": True,
