@@ -41,7 +41,7 @@ MONITORING, GATEWAY = "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"
 
 def _documents(text: str) -> Iterator[Manifest]:
     """Yield each document; PyYAML's quick way through several has no safe form of its own."""
-    loader = yaml.CSafeLoader(text)
+    loader: Any = yaml.CSafeLoader(text)  # its methods have no types
     try:
         while loader.check_data():
             yield loader.get_data()
