@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.autoscaler.acting import Actor, DriverHangs, actions_of
 from services.autoscaler.decide import decide
-from services.autoscaler.decision import Decision
+from services.autoscaler.decision import Condition, Decision
 from services.autoscaler.drains import Drain, adopted, begun, due, still_there
 from services.autoscaler.driver import Driver, DriverError
 from services.autoscaler.epoch_clock import EpochClock
@@ -17,7 +17,7 @@ from services.autoscaler.kept import Kept, after_tick, brief_of, counts_of, kept
 from services.autoscaler.leadership import Lease
 from services.autoscaler.observation import Observation, Replica
 from services.autoscaler.policy import PoolAutoscalingPolicy
-from services.autoscaler.policy_status import PolicyStatus
+from services.autoscaler.policy_status import MAX_MESSAGE, PolicyStatus
 from services.autoscaler.profile import Profile
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import Read, SignalReader
@@ -46,6 +46,8 @@ class Parts:
     record: DecisionLog | None = None
     # Of the policy, where it names one.
     profile: Callable[[], Profile | None] = lambda: None
+    # Why the policy that somebody has written is not the one in use; empty where it is.
+    refusal: Callable[[], str] = lambda: ""
     # Where a status is shown besides the store.
     on_status: Callable[[PolicyStatus], None] | None = None
 
@@ -136,9 +138,10 @@ class Controller:
         before = self._kept
         decision, state = decide(policy.spec, seen, before.state, now)
         drains = self._drains(policy, decision, told, read, now)
-        kept = after_tick(before, decision, state, drains)
-        status = status_of(policy, seen, decision, kept)
-        brief = brief_of(policy, seen, decision, parts.clock.unix_ms())
+        shown = self._with_refusal(decision)
+        kept = after_tick(before, shown, state, drains)
+        status = status_of(policy, seen, shown, kept)
+        brief = brief_of(policy, seen, shown, parts.clock.unix_ms())
         fields = {
             "state": kept.to_json(),
             "status": status.model_dump_json(by_alias=True, exclude_none=True),
@@ -157,6 +160,12 @@ class Controller:
             await self._act(decision, read, now)
         self._is_fresh = False
         return "ok"
+
+    def _with_refusal(self, decision: Decision) -> Decision:
+        """Add what no decision can know: whether it followed the newest policy."""
+        why = self._parts.refusal()
+        claim = Condition("PolicyRefused", bool(why), why[:MAX_MESSAGE] or "the policy is in use")
+        return replace(decision, conditions=(*decision.conditions, claim))
 
     def _drains(
         self,

@@ -61,7 +61,7 @@ class Condition:
     """A claim about the autoscaler, by the names of the Kubernetes HPA where it has one."""
 
     # AbleToScale, ScalingActive, ScalingLimited; BudgetLimited, RatioLimited, Predicting, Draining,
-    # Stale
+    # Stale; PolicyRefused, which the controller adds
     type: str
     is_true: bool
     reason: str

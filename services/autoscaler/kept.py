@@ -18,6 +18,7 @@ from services.autoscaler.observation import Observation, PoolSeen, ReplicaState
 from services.autoscaler.policy import PoolAutoscalingPolicy
 from services.autoscaler.policy_status import (
     MAX_HISTORY,
+    MAX_MESSAGE,
     ConditionStatus,
     ForecastStatus,
     HistoryEntry,
@@ -213,7 +214,7 @@ def _condition_status(item: tuple[str, Claim]) -> ConditionStatus:
             "last_transition_time": rfc3339(claim.since),
             # One word, as Kubernetes asks for; the sentence is the message.
             "reason": "Holds" if claim.is_true else "DoesNotHold",
-            "message": claim.reason[:1024],
+            "message": claim.reason[:MAX_MESSAGE],
         }
     )
 

@@ -176,6 +176,7 @@ class _AutoscalerProcess:
                 metrics=self._metrics,
                 record=None if options.record is None else DecisionLog(options.record),
                 profile=lambda: followed.get().profile,
+                refusal=lambda: followed.refusal,
             )
         )
         self._health = health.aio.HealthServicer()

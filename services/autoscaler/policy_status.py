@@ -8,6 +8,7 @@ from services.autoscaler.policy import PolicySection, Role
 from services.common.settings import setting
 
 MAX_HISTORY = 20
+MAX_MESSAGE = 1024  # characters
 
 
 class MetricStatus(PolicySection):
@@ -60,12 +61,12 @@ class ConditionStatus(PolicySection):
 
     type: Literal[
         "AbleToScale", "ScalingActive", "ScalingLimited", "BudgetLimited", "RatioLimited",
-        "Predicting", "Draining", "Stale",
+        "Predicting", "Draining", "Stale", "PolicyRefused",
     ]  # fmt: skip
     status: Literal["True", "False", "Unknown"]
     last_transition_time: str = setting(..., "RFC 3339", max_length=64)
     reason: str = setting(..., "one word", max_length=256)
-    message: str = setting("", "in one line", max_length=1024)
+    message: str = setting("", "in one line", max_length=MAX_MESSAGE)
 
 
 class PolicyStatus(PolicySection):

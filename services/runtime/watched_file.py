@@ -57,6 +57,7 @@ class WatchedFile(Generic[T]):
         self._refused: Signature | None = None  # told of already
         self._next_look = clock.now() + poll_s
         self.version = 0  # rises with every content
+        self.refusal = ""  # why the files as they are now are not in use
         self._content = self._first()
 
     def get(self) -> T:
@@ -82,9 +83,11 @@ class WatchedFile(Generic[T]):
     def _look(self) -> None:
         seen = signature_of(self._paths)
         if seen == self._seen:
+            self.refusal = ""  # an edit was taken back
             return
         if seen is None:
             self._seen = None
+            self.refusal = "missing"
             self._tell(logging.ERROR, "file.missing")
             if self._absent is not None:
                 self._set(self._absent)
@@ -93,8 +96,9 @@ class WatchedFile(Generic[T]):
             content = self._load()
         except (ConfigError, OSError) as error:
             # Tried again at every look, a part of it may be on its way; told once.
+            self.refusal = str(error)
             if seen != self._refused:
-                self._tell(logging.ERROR, "file.unusable", reason=str(error))
+                self._tell(logging.ERROR, "file.unusable", reason=self.refusal)
             self._refused = seen
             return
         self._seen = seen
@@ -104,6 +108,7 @@ class WatchedFile(Generic[T]):
     def _set(self, content: T) -> None:
         self._content = content
         self.version += 1
+        self.refusal = ""
 
     def _tell(self, level: int, event: str, **fields: object) -> None:
         write_event(log, level, event, {"setting": self._name, **fields})

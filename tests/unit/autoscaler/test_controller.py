@@ -37,6 +37,7 @@ class Rig:
         self.reader = MemoryReader(self.driver)
         self.policy = policy or make_policy()
         self.queued = 0
+        self.refusal = ""
         for pool in ("prefill", "decode"):
             for _ in range(size):
                 self.driver.add(pool)
@@ -46,8 +47,9 @@ class Rig:
         lease = Lease(self.store, name, self.clock)
         reader: Any = self.reader  # has what a controller calls
         parts = Parts(
-            lambda: self.policy, reader, self.driver, lease, clock, Metrics.enabled(), record
-        )
+            lambda: self.policy, reader, self.driver, lease, clock, Metrics.enabled(), record,
+            refusal=lambda: self.refusal,
+        )  # fmt: skip
         return Controller(parts)
 
     def say(self) -> None:
@@ -227,6 +229,17 @@ async def test_driver_that_hangs_while_it_is_looked_at_costs_a_tick() -> None:
 
 
 # -- one owner ------------------------------------------------------------------------------------
+
+
+async def test_policy_that_is_refused_shows_in_the_status_until_it_is_mended() -> None:
+    rig = Rig()
+    controller = rig.controller()
+    for rig.refusal, status in (("spec.pools: bad", "True"), ("", "False")):
+        await rig.ticks(controller)
+        assert controller.status is not None
+        (claim,) = (c for c in controller.status.conditions if c.type == "PolicyRefused")
+        assert claim.status == status
+        assert rig.refusal in claim.message
 
 
 async def test_two_controllers_never_both_act() -> None:

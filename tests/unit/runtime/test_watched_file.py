@@ -46,9 +46,10 @@ def test_a_damaged_file_changes_nothing_and_is_told_once(
         assert watched.get() == "ONE"
     told = [getattr(r, FIELDS_ATTRIBUTE) for r in caplog.records if r.levelno == logging.ERROR]
     assert told == [{"setting": "a.file", "reason": "it is not upper case"}]
+    assert watched.refusal == "it is not upper case"
     path.write_text("WHOLE")
     clock.advance(1.0)
-    assert watched.get() == "WHOLE"
+    assert (watched.get(), watched.refusal) == ("WHOLE", "")
 
 
 @pytest.mark.parametrize(("absent", "then"), [(None, "ONE"), ("", "")])
@@ -61,9 +62,10 @@ def test_a_file_that_goes_keeps_its_content_or_leaves_none(
     path.unlink()
     clock.advance(1.0)
     assert watched.get() == then
+    assert watched.refusal == ("missing" if absent is None else "")
     path.write_text("BACK")
     clock.advance(1.0)
-    assert watched.get() == "BACK"
+    assert (watched.get(), watched.refusal) == ("BACK", "")
 
 
 def test_a_file_that_never_was_is_a_fault_unless_absence_is_meant(tmp_path: Path) -> None:
