@@ -47,7 +47,7 @@ def test_nobody_is_root_or_writes_to_the_root_or_takes_all_there_is(name: str) -
     assert service["logging"]["options"]["max-size"]
 
 
-@pytest.mark.parametrize("name", SERVICES.keys() - WITHOUT_CLIENT)
+@pytest.mark.parametrize("name", sorted(SERVICES.keys() - WITHOUT_CLIENT))
 def test_everything_that_can_be_asked_is(name: str) -> None:
     health = SERVICES[name]["healthcheck"]
     assert health["test"][0] in ("CMD", "CMD-SHELL")
