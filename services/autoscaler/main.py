@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.autoscaler.controller import Controller, Parts
 from services.autoscaler.driver import Driver, DriverError
@@ -23,7 +22,7 @@ from services.autoscaler.prometheus import queries_of
 from services.autoscaler.record import DecisionLog
 from services.autoscaler.signal_reader import External, SignalReader
 from services.autoscaler.worker_calls import OPTIONS, Dial, WorkerCalls, plaintext
-from services.common.address import join_host_port, split_host_port
+from services.common.address import split_host_port
 from services.common.clock import Clock, SystemClock
 from services.common.config import IsthmusConfig, is_loopback
 from services.common.errors import ConfigError
@@ -37,7 +36,7 @@ from services.runtime.tls import cluster_identity
 from services.runtime.watched_file import WatchedFile
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
-from services.telemetry.metrics_http import MetricsServer
+from services.telemetry.side_doors import SideDoors
 
 log = get_logger(__name__)
 
@@ -153,7 +152,7 @@ class _AutoscalerProcess:
     ) -> None:
         self._options = options
         self._metrics = Metrics.enabled()
-        self._metrics_server: MetricsServer | None = None
+        self._doors = SideDoors(self._metrics)
         policy = read_followed(options).policy
         followed = WatchedFile(
             "--policy", (options.policy,), lambda: read_again(options, policy), clock
@@ -179,28 +178,14 @@ class _AutoscalerProcess:
                 refusal=lambda: followed.refusal,
             )
         )
-        self._health = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve health and metrics, then begin to tick."""
         options = self._options
-        server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        address = join_host_port(options.host, options.grpc_port)
-        try:
-            port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address} (--grpc-port)") from error
-        await server.start()
-        if options.metrics_port is not None:
-            self._metrics_server = MetricsServer(
-                self._metrics, options.host, options.metrics_port, lambda _header: True
-            )
-            self._metrics_server.start()
+        port = await self._doors.open(options.host, options.grpc_port, options.metrics_port)
         self._running = asyncio.create_task(self._controller.run(), name="autoscaler")
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._doors.say_serving()
         log.info("autoscaler.started", policy=str(options.policy), grpc_port=port)
 
     async def failed(self) -> str:
@@ -221,8 +206,5 @@ class _AutoscalerProcess:
         await self._driver.close()
         await self._calls.close()
         await self._registry.close()
-        if self._server is not None:
-            await self._server.stop(0.5)
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.stop)
+        await self._doors.close()
         self._metrics.shutdown()

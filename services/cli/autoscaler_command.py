@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import exits, settings
-from services.cli.serve import ConfigFile, LogLevel, ModelName, StoreUrl, set_up_logs
+from services.cli.serve import (
+    ConfigFile,
+    HealthPort,
+    KubernetesUrl,
+    LogLevel,
+    ModelName,
+    SideHost,
+    SideMetricsPort,
+    StoreUrl,
+    set_up_logs,
+)
 
 if TYPE_CHECKING:
     from services.autoscaler.deployment_driver import DeploymentDriver
@@ -55,9 +65,7 @@ def autoscaler(
         list[str] | None,
         typer.Option(help="POOL=NAME, for each pool of the policy (driver deployment)."),
     ] = None,
-    kubernetes: Annotated[
-        str, typer.Option(help="URL of `kubectl proxy`; left out: the account of our own pod.")
-    ] = "",
+    kubernetes: KubernetesUrl = "",
     namespace: Annotated[
         str, typer.Option(help="Of what is driven there; left out: our own pod's.")
     ] = "",
@@ -88,15 +96,9 @@ def autoscaler(
             "--show", help="Print what the last tick of whoever leads came to, as JSON, and end."
         ),
     ] = False,
-    host: Annotated[
-        str, typer.Option(help="Address of the health service and /metrics.")
-    ] = "127.0.0.1",
-    grpc_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port of the health service; 0 = any.")
-    ] = 0,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port of /metrics; 0 = any, not given = none.")
-    ] = None,
+    host: SideHost = "127.0.0.1",
+    grpc_port: HealthPort = 0,
+    metrics_port: SideMetricsPort = None,
     log_level: LogLevel = None,
 ) -> int:
     """Resize the pools while they serve; of several such processes one acts at a time."""

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import settings
-from services.cli.serve import ConfigFile, LogLevel, set_up_logs
+from services.cli.serve import (
+    ConfigFile,
+    HealthPort,
+    KubernetesUrl,
+    LogLevel,
+    SideHost,
+    SideMetricsPort,
+    set_up_logs,
+)
 
 if TYPE_CHECKING:
     from services.autoscaler.kube_api import KubeApi
@@ -15,24 +23,16 @@ if TYPE_CHECKING:
 
 def operator(
     config: ConfigFile = None,
-    kubernetes: Annotated[
-        str, typer.Option(help="URL of `kubectl proxy`; left out: the account of our own pod.")
-    ] = "",
+    kubernetes: KubernetesUrl = "",
     namespace: Annotated[
         str, typer.Option(help="Where clusters and the Lease are; left out: our own pod's.")
     ] = "",
     cluster_wide: Annotated[
         bool, typer.Option("--cluster-wide", help="Watch clusters of every name space.")
     ] = False,
-    host: Annotated[
-        str, typer.Option(help="Address of the health service and /metrics.")
-    ] = "127.0.0.1",
-    grpc_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port of the health service; 0 = any.")
-    ] = 0,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port of /metrics; 0 = any, not given = none.")
-    ] = None,
+    host: SideHost = "127.0.0.1",
+    grpc_port: HealthPort = 0,
+    metrics_port: SideMetricsPort = None,
     log_level: LogLevel = None,
 ) -> int:
     """Keep clusters on Kubernetes as written; of several such processes one acts at a time."""

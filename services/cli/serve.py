@@ -42,6 +42,17 @@ ModelName = Annotated[
     typer.Option("--model", help="Name, directory or .gguf file."),
 ]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error.")]
+# Of processes that resize or keep others.
+KubernetesUrl = Annotated[
+    str, typer.Option(help="URL of `kubectl proxy`; left out: the account of our own pod.")
+]
+SideHost = Annotated[str, typer.Option(help="Address of the health service and /metrics.")]
+HealthPort = Annotated[
+    int, typer.Option(min=0, max=65_535, help="Port of the health service; 0 = any.")
+]
+SideMetricsPort = Annotated[
+    int | None, typer.Option(help="Port of /metrics; 0 = any, not given = none.")
+]
 
 
 def router(

@@ -8,14 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from services.autoscaler.driver import DriverError
 from services.autoscaler.kube_api import KubeApi
-from services.common.address import join_host_port
 from services.common.clock import Clock, SystemClock
-from services.common.errors import ConfigError
 from services.operator.lease import RENEW_S, KubeLease
 from services.operator.schedule import Key, Schedule
 from services.operator.shell import ClusterShell
@@ -24,7 +19,7 @@ from services.runtime.run import Phases, run_service
 from services.telemetry import catalog
 from services.telemetry.logs import get_logger
 from services.telemetry.metrics import Metrics
-from services.telemetry.metrics_http import MetricsServer
+from services.telemetry.side_doors import SideDoors
 
 log = get_logger(__name__)
 
@@ -187,31 +182,17 @@ class OperatorProcess:
         self._options = options
         self._clock = clock
         self._metrics = Metrics.enabled()
-        self._metrics_server: MetricsServer | None = None
-        self._health = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
+        self._doors = SideDoors(self._metrics)
         self._operator: Operator | None = None
         self._running: asyncio.Task[str] | None = None
 
     async def start(self) -> None:
         """Serve health and metrics, then wait to lead."""
         options = self._options
-        server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        address = join_host_port(options.host, options.grpc_port)
-        try:
-            port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address} (--grpc-port)") from error
-        await server.start()
-        if options.metrics_port is not None:
-            self._metrics_server = MetricsServer(
-                self._metrics, options.host, options.metrics_port, lambda _header: True
-            )
-            self._metrics_server.start()
+        port = await self._doors.open(options.host, options.grpc_port, options.metrics_port)
         self._operator = Operator(options, self._metrics, self._clock)
         self._running = asyncio.create_task(self._operator.run(), name="operator")
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._doors.say_serving()
         log.info("operator.started", grpc_port=port)
 
     async def failed(self) -> str:
@@ -230,8 +211,5 @@ class OperatorProcess:
         await self.drain()
         if self._operator is not None:
             await self._operator.close()
-        if self._server is not None:
-            await self._server.stop(0.5)
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.stop)
+        await self._doors.close()
         self._metrics.shutdown()
